@@ -1,0 +1,265 @@
+"""The numbers that define a Vision Transformer, and the errors for impossible ones.
+
+Field names follow transformers' `ViTConfig`; `norm_first` is torch's word (`torch.nn.TransformerEncoderLayer`).
+"""
+
+import difflib
+import math
+import re
+from dataclasses import fields
+from typing import Any, Self
+
+from transformers import PreTrainedConfig
+
+# hidden_size, num_hidden_layers, num_attention_heads, intermediate_size.
+# Ti: Touvron et al. 2021 (https://arxiv.org/abs/2012.12877), table 1; S: Steiner et al. 2022
+# (https://arxiv.org/abs/2106.10270), table 1; B, L, H: Dosovitskiy et al. 2021
+# (https://arxiv.org/abs/2010.11929), table 1.
+VARIANTS = {
+    "Ti": (192, 12, 3, 768),
+    "S": (384, 12, 6, 1536),
+    "B": (768, 12, 12, 3072),
+    "L": (1024, 24, 16, 4096),
+    "H": (1280, 32, 16, 5120),
+}
+POSITION_EMBEDDING_TYPES = ("learned", "sincos2d", "rope2d")
+POOLINGS = ("cls", "mean")
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+
+
+class ViTScratchConfig(PreTrainedConfig):
+    """The configuration of every `ViTScratch...` model. The defaults give ViT-B/16 at 224 pixels, BERT-style.
+
+    Args:
+        image_size: Height and width of the images, in pixels: one number for both, or `[height, width]`.
+        patch_size: Height and width of a patch, in pixels; must divide `image_size`.
+        num_channels: Channels of an image; 3 for RGB.
+        hidden_size: Width of a token.
+        num_hidden_layers: Number of encoder layers.
+        num_attention_heads: Number of attention heads; must divide `hidden_size`.
+        intermediate_size: Width of the hidden layer of the MLP.
+        hidden_act: Activation of the MLP, a name that `transformers.activations.ACT2FN` knows.
+        qkv_bias: Whether the query, key and value projections have a bias.
+        layer_norm_eps: Added to the variance by every norm.
+        initializer_range: Standard deviation of the truncated normal from which weights are drawn.
+        norm_first: `False` for the BERT style (post-LN: each residual sum is normalised, and so are the embeddings);
+            `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
+        hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
+        attention_probs_dropout_prob: Dropout of the attention probabilities.
+        drop_path_rate: Stochastic depth: the probability that the last layer's branches are skipped, per image; it
+            grows linearly from 0 in the first layer (Huang et al. 2016, https://arxiv.org/abs/1603.09382, eq. 4).
+        position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
+            and, beside them, axial rotary positions on queries and keys.
+        qk_norm: Whether queries and keys are RMS-normalised per head.
+        pooling: What the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens (no
+            class token is then created).
+        classifier_hidden_size: Width of a hidden layer before the classifier; `None` for one linear layer.
+        classifier_act: Activation of that hidden layer.
+        is_causal: Whether a token attends only to itself and to earlier ones (row by row).
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field has an impossible value, or its name is a misspelling of a known one.
+
+    Example:
+        >>> ViTScratchConfig(image_size=[32, 64], patch_size=8, hidden_size=192, num_attention_heads=3).grid_size
+        (4, 8)
+    """
+
+    model_type = "vit_scratch"
+
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    qkv_bias: bool = True
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    norm_first: bool = False
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    drop_path_rate: float = 0.0
+    position_embedding_type: str = "learned"
+    qk_norm: bool = False
+    pooling: str = "cls"
+    classifier_hidden_size: int | None = None
+    classifier_act: str = "gelu"
+    is_causal: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
+        # though, is a misspelling that would otherwise be ignored in silence.
+        known = [field.name for field in fields(self)] + ["num_labels", "attn_implementation"]
+        for name in kwargs:
+            match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if match and name not in known:
+                raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {match[0]!r}?")
+        super().__post_init__(**kwargs)
+        self.validate()
+
+    @classmethod
+    def from_variant(cls, variant: str, **overrides: Any) -> Self:
+        """Build the configuration of a published size, such as `"S/16"`: size Ti, S, B, L or H, then the patch size.
+
+        Only sizes come from the name. The published models are pre-LN: pass `norm_first=True` for those.
+
+        Args:
+            variant: `SIZE/PATCH`, the patch size in pixels.
+            overrides: Any other field, or a field of the variant to change.
+
+        Raises:
+            ValueError: The name is not of that form.
+
+        Example:
+            >>> ViTScratchConfig.from_variant("Ti/4", image_size=32, norm_first=True).hidden_size
+            192
+        """
+        match = re.fullmatch(rf"({'|'.join(VARIANTS)})/([1-9]\d*)", variant)
+        if match is None:
+            raise ValueError(
+                f"variant must be one of {', '.join(VARIANTS)}, a slash and the patch size in pixels, such as 'S/16'; "
+                f"got {variant!r}."
+            )
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size = VARIANTS[match[1]]
+        return cls(
+            **{
+                "patch_size": int(match[2]),
+                "hidden_size": hidden_size,
+                "num_hidden_layers": num_hidden_layers,
+                "num_attention_heads": num_attention_heads,
+                "intermediate_size": intermediate_size,
+                **overrides,
+            }
+        )
+
+    @property
+    def image_height_width(self) -> tuple[int, int]:
+        """`image_size` as (height, width), pixels."""
+        return _pair(self.image_size)
+
+    @property
+    def patch_height_width(self) -> tuple[int, int]:
+        """`patch_size` as (height, width), pixels."""
+        return _pair(self.patch_size)
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Number of patches along the height and along the width of an image of `image_size`."""
+        (height, width), (patch_height, patch_width) = self.image_height_width, self.patch_height_width
+        return height // patch_height, width // patch_width
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens before the patches: 1 with a class token, else 0."""
+        return 1 if self.pooling == "cls" else 0
+
+    def validate(self) -> None:
+        """Check every field; called at construction, by the model, and by `save_pretrained`.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field, or a combination of fields, is impossible.
+        """
+        super().validate()  # type: ignore[misc]  # made by the base class's @strict decorator
+        # Imported here: the activations bring in torch, which is not needed to read a configuration's class.
+        from transformers.activations import ACT2FN
+
+        for name in ("image_size", "patch_size"):
+            size = getattr(self, name)
+            if not (_is_integer(size) or (isinstance(size, list | tuple) and all(map(_is_integer, size)))):
+                raise TypeError(f"{name} must be an integer or a [height, width] pair of integers, got {size!r}.")
+            if isinstance(size, list | tuple) and len(size) != 2:
+                raise ValueError(f"{name} must be one number or a [height, width] pair, got {size!r}.")
+            if min(_pair(size)) < 1:
+                raise ValueError(f"{name} must be at least 1 pixel, got {size!r}.")
+
+        counts = ["num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+        if self.classifier_hidden_size is not None:
+            counts.append("classifier_hidden_size")
+        for name in counts:
+            count = getattr(self, name)
+            if not _is_integer(count):
+                raise TypeError(f"{name} must be an integer, got {count!r}.")
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
+
+        for name in ("layer_norm_eps", "initializer_range"):
+            number = getattr(self, name)
+            if not _is_number(number):
+                raise TypeError(f"{name} must be a number, got {number!r}.")
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}.")
+
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
+            probability = getattr(self, name)
+            if not _is_number(probability):
+                raise TypeError(f"{name} must be a number, got {probability!r}.")
+            if not 0 <= probability < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {probability}.")
+
+        for name in ("qkv_bias", "norm_first", "qk_norm", "is_causal"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+
+        for name, choices in (
+            ("position_embedding_type", POSITION_EMBEDDING_TYPES),
+            ("pooling", POOLINGS),
+            ("hidden_act", tuple(ACT2FN)),
+            ("classifier_act", tuple(ACT2FN)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
+        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
+            raise ValueError(
+                f"problem_type must be None or one of {', '.join(PROBLEM_TYPES)}; got {self.problem_type!r}."
+            )
+
+        for axis, image, patch in zip(
+            ("height", "width"), self.image_height_width, self.patch_height_width, strict=True
+        ):
+            if image % patch != 0:
+                raise ValueError(
+                    f"image_size ({axis} {image}) must be divisible by patch_size ({axis} {patch}). "
+                    f"{_nearest(image, patch)}"
+                )
+        if self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be divisible by num_attention_heads "
+                f"({self.num_attention_heads})."
+            )
+        if self.position_embedding_type == "sincos2d" and (self.hidden_size % 4 != 0 or self.hidden_size < 8):
+            raise ValueError(
+                "position_embedding_type='sincos2d' needs a hidden_size that is a multiple of 4 and at least 8 (sines "
+                f"and cosines for each of two axes), got {self.hidden_size}."
+            )
+        head_dim = self.hidden_size // self.num_attention_heads
+        if self.position_embedding_type == "rope2d" and head_dim % 4 != 0:
+            raise ValueError(
+                "position_embedding_type='rope2d' needs hidden_size / num_attention_heads to be a multiple of 4 (two "
+                f"rotated halves for each of two axes), got {self.hidden_size} / {self.num_attention_heads} = "
+                f"{head_dim}."
+            )
+
+
+def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _nearest(image: int, patch: int) -> str:
+    """Suggest the nearest image size that `patch` divides, and the nearest patch sizes that divide `image`."""
+    below = max((size for size in range(1, patch) if image % size == 0), default=1)
+    above = min((size for size in range(patch, image + 1) if image % size == 0), default=image)
+    return f"Use image size {max(1, round(image / patch)) * patch}, or patch size {below} or {above}."

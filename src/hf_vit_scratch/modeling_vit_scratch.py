@@ -1,0 +1,637 @@
+"""A Vision Transformer [1] as a Hugging Face `PreTrainedModel`, to be read from top to bottom.
+
+    pixels -> patches -> + class token, + positions -> L encoder layers -> pooled token -> logits -> loss
+
+Shapes: B images, C channels, rows x cols patches, N tokens (the class token, if any, and the patches), D hidden_size,
+H attention heads, K = D // H, L num_labels.
+
+[1] Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929, equations (1) to (4).
+[2] Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1706.03762.
+[3] Devlin et al. 2019, BERT, https://arxiv.org/abs/1810.04805.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, logging
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_vit_scratch import ViTScratchConfig
+
+logger = logging.get_logger(__name__)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Scaled dot-product attention, softmax(q k^T * scaling) v, written out: [2] eq. 1.
+
+    Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and probabilities (B, H, N, N), of which row i
+    says how much token i takes from each token. `attention_mask` is added to the scores.
+    """
+    scores = query @ key.transpose(-2, -1) * scaling  # (B, H, N, N)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    # At least float32: in bfloat16 the sum of the exponentials would lose the small ones. float64 stays float64.
+    probs = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    probs = F.dropout(probs, p=dropout, training=module.training)
+    return (probs @ value).transpose(1, 2), probs
+
+
+def resample_positions(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Resample the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
+
+    Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The positions before those of the
+    patches (the class token's) stay as they are.
+    """
+    if old_grid == new_grid:
+        return positions
+    num_prefix_tokens = positions.shape[1] - math.prod(old_grid)
+    prefix, patches = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
+    patches = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, cols)
+    dtype = torch.promote_types(patches.dtype, torch.float32)
+    patches = F.interpolate(patches.to(dtype), size=new_grid, mode="bicubic", align_corners=False)
+    return torch.cat((prefix, patches.to(prefix.dtype).flatten(2).transpose(1, 2)), dim=1)
+
+
+def sincos2d_positions(grid: tuple[int, int], hidden_size: int) -> Tensor:
+    """Fixed 2D sine and cosine positions of Beyer et al. 2022 (https://arxiv.org/abs/2205.01580).  (rows * cols, D).
+
+    Token (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)] for D / 4 frequencies w from 1 down to 1 / 10000.
+    """
+    y, x = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64)  # (D / 4,)
+    x_angles = x.flatten()[:, None] * frequencies
+    y_angles = y.flatten()[:, None] * frequencies
+    return torch.cat((x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()), dim=1)
+
+
+def rope2d_cos_sin(
+    grid: tuple[int, int], head_dim: int, num_prefix_tokens: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Axial rotary position embedding, as cosines and sines: two (N, K), in the dtype and on the device of `like`.
+
+    The patch centres have coordinates in [-1, 1], so that another image size keeps their meaning. The first half of
+    the K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
+    The class token is not turned. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
+    et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    y, x = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
+    frequencies = 2 * torch.pi / 100.0 ** torch.arange(0, 1, 4 / head_dim, device=like.device, dtype=dtype)  # (K / 4,)
+    y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)
+    x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)
+    angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
+    angles = F.pad(angles, (0, 0, num_prefix_tokens, 0)).repeat(1, 2)  # (N, K)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class ViTScratchPatchEmbeddings(nn.Module):
+    """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
+
+    A convolution whose stride is its kernel is exactly that: one matrix product per patch.
+    """
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__()
+        self.num_channels = config.num_channels
+        self.patch_size = config.patch_height_width
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
+        """Number of patches along the height and the width of these images, after checking that they can be cut.
+
+        Raises:
+            TypeError: The pixels are not floating point.
+            ValueError: The rank, the number of channels, or the size of the images is wrong.
+        """
+        if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
+            given = pixel_values.dtype if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
+            raise TypeError(
+                f"pixel_values must be a floating point tensor of normalised pixels, got {given}. Use the image "
+                "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
+            )
+        if pixel_values.ndim != 4:
+            raise ValueError(
+                "pixel_values must have the shape (batch, channels, height, width), got "
+                f"{tuple(pixel_values.shape)}. A single image needs a batch axis: pixel_values[None]."
+            )
+        _, num_channels, height, width = pixel_values.shape
+        if num_channels != self.num_channels:
+            raise ValueError(
+                f"pixel_values must have {self.num_channels} channels (config.num_channels) on axis 1, got "
+                f"{tuple(pixel_values.shape)}."
+            )
+        patch_height, patch_width = self.patch_size
+        if height < patch_height or width < patch_width or height % patch_height != 0 or width % patch_width != 0:
+            raise ValueError(
+                f"pixel_values must have a height and width divisible by the patch size {patch_height}x{patch_width}, "
+                f"got {height}x{width}. Resize the images, as the image processor does."
+            )
+        return height // patch_height, width // patch_width
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        # Pixels come from the image processor in float32; the weights may be in half precision.
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+class ViTScratchEmbeddings(nn.Module):
+    """Patches, the class token before them, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D).
+
+    In the BERT style a LayerNorm follows ([3], as published in code). An image of another size than `image_size` gets
+    its positions resampled.
+    """
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embeddings = ViTScratchPatchEmbeddings(config)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.pooling == "cls" else None
+        # One table of the trained grid, whether learned or fixed, so that both are saved and resampled alike.
+        positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
+        if config.position_embedding_type == "sincos2d":
+            self.register_buffer("position_embeddings", positions)
+        else:
+            self.position_embeddings = nn.Parameter(positions)
+        self.layernorm = (
+            nn.Identity() if config.norm_first else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        )
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, pixel_values: Tensor, grid: tuple[int, int]) -> Tensor:
+        embeddings = self.patch_embeddings(pixel_values)
+        if self.cls_token is not None:
+            embeddings = torch.cat((self.cls_token.expand(len(embeddings), -1, -1), embeddings), dim=1)
+        embeddings = embeddings + resample_positions(self.position_embeddings, self.config.grid_size, grid)
+        return self.dropout(self.layernorm(embeddings))
+
+
+class ViTScratchAttention(nn.Module):
+    """Multi-head self-attention: every token takes a weighted mean of all; [1] appendix A.  (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.hidden_size // config.num_attention_heads  # the config guarantees no remainder
+        self.dropout_prob = config.attention_probs_dropout_prob
+        self.is_causal = config.is_causal  # read by the sdpa and flash backends, which take a missing one for True
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores cannot grow without bound.
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))  # (B, N, H, K)
+        key = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (B, H, N, K)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+
+        attention_interface: Callable = eager_attention_forward
+        if not output_attentions:  # only the attention written out has its probabilities to give
+            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+        context, probs = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.head_dim**-0.5,
+            dropout=self.dropout_prob if self.training else 0.0,
+            **kwargs,
+        )  # (B, N, H, K)
+        return self.o_proj(context.flatten(2)), probs
+
+
+class ViTScratchMLP(nn.Module):
+    """Two linear layers with an activation between them, token by token; [1] section 3.1.  (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class ViTScratchDropPath(nn.Module):
+    """Stochastic depth: in training, drop a residual branch for whole images; Huang et al. 2016, arXiv 1603.09382.
+
+    A kept branch is divided by the probability of keeping it, so that the expectation stays.  (B, N, D) -> (B, N, D).
+    """
+
+    def __init__(self, drop_prob: float):
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return branch
+        keep_prob = 1 - self.drop_prob
+        return branch * branch.new_empty(len(branch), 1, 1).bernoulli_(keep_prob) / keep_prob
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3f}"
+
+
+class ViTScratchLayer(GradientCheckpointingLayer):
+    """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D) and probabilities.
+
+    norm_first=True   pre-LN,  [1] eq. 2 and 3:      x + f(LN(x))
+    norm_first=False  post-LN, [2] section 3.1, [3]: LN(x + f(x))
+    """
+
+    def __init__(self, config: ViTScratchConfig, drop_path_prob: float):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention = ViTScratchAttention(config)
+        self.mlp = ViTScratchMLP(config)
+        # The names are those of transformers' ViT, so that its weights load. Read them as "the attention branch's
+        # norm" and "the MLP branch's norm"; under post-LN each comes after its branch.
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = ViTScratchDropPath(drop_path_prob)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        x = hidden_states
+        if self.norm_first:
+            branch, probs = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
+            x = x + self.drop_path(self.dropout(branch))
+            branch = self.mlp(self.layernorm_after(x))
+            x = x + self.drop_path(self.dropout(branch))
+        else:
+            branch, probs = self.attention(x, attention_mask, **kwargs)
+            x = self.layernorm_before(x + self.drop_path(self.dropout(branch)))
+            branch = self.mlp(x)
+            x = self.layernorm_after(x + self.drop_path(self.dropout(branch)))
+        return x, probs
+
+
+class ViTScratchPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of every model of this file, how weights start, and loading at another size."""
+
+    config: ViTScratchConfig
+    config_class = ViTScratchConfig
+    base_model_prefix = "vit"
+    main_input_name = "pixel_values"
+    input_modalities = ["image"]
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _input_embed_layer = "patch_embeddings"
+
+    def __init__(self, config: ViTScratchConfig, *args: Any, **kwargs: Any):
+        config.validate()  # fields can be set after construction, by from_pretrained among others
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Set every parameter and buffer of `module`: truncated normal weights, zero biases, norms of one and zero.
+
+        The functions of `transformers.initialization` leave alone what has been loaded from a file.
+        """
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, ViTScratchEmbeddings):
+            if module.cls_token is not None:
+                init.trunc_normal_(module.cls_token, std=std)
+            if self.config.position_embedding_type == "sincos2d":
+                patches = sincos2d_positions(self.config.grid_size, self.config.hidden_size)
+                # The class token has no place in the grid: zeros.
+                init.copy_(module.position_embeddings, F.pad(patches, (0, 0, self.config.num_prefix_tokens, 0))[None])
+            else:
+                init.trunc_normal_(module.position_embeddings, std=std)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Self:
+        """Load a saved model, as in transformers; with another `image_size` its positions are resampled.
+
+        Args:
+            pretrained_model_name_or_path: Folder, or name on the Hub.
+            model_args: Passed on to transformers.
+            config: A configuration instead of the saved one.
+            kwargs: Any argument of transformers' own `from_pretrained`, or a field of the configuration to change.
+
+        Example:
+            `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
+        """
+        hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        hub_kwargs = {name: kwargs[name] for name in hub_names if name in kwargs}
+        wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
+        if wanted_size is None or pretrained_model_name_or_path is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        # transformers compares the shapes of all tensors with the file's, so load at the saved size, then change it.
+        saved_config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
+        if config is None:
+            kwargs["image_size"] = saved_config.image_size
+        else:
+            config = copy.deepcopy(config)
+            config.image_size = saved_config.image_size
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
+        model.set_image_size(wanted_size)
+        return loaded
+
+    @torch.no_grad()
+    def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
+        """Make the model one for another image size, in place: its configuration and its resampled positions.
+
+        Not needed to call the model on another size, which resamples for that call.
+
+        Args:
+            image_size: Height and width in pixels, one number for both or a pair.
+
+        Raises:
+            TypeError: The size is not made of integers.
+            ValueError: The patch size does not divide it.
+        """
+        embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
+        new_config = copy.deepcopy(self.config)
+        new_config.image_size = image_size
+        new_config.validate()
+        positions = resample_positions(embeddings.position_embeddings, self.config.grid_size, new_config.grid_size)
+        embeddings.position_embeddings.data = positions.clone()
+        self.config.image_size = image_size
+
+
+class ViTScratchModel(ViTScratchPreTrainedModel):
+    """The encoder: pixels to one vector per token, and one for the image; [1] eq. 1 to 4.
+
+    Outputs:
+        last_hidden_state: (B, N, D), after the final LayerNorm that pre-LN needs; post-LN ends in one already.
+        pooler_output: (B, D), what the classifier reads, without parameters of its own: the class token of
+            `last_hidden_state`, or the mean of its patch tokens. (transformers' ViT has a tanh layer here.)
+        hidden_states: The embeddings and each layer's output, (B, N, D). Under pre-LN the last one comes before the
+            final LayerNorm, so it differs from `last_hidden_state`; as in transformers.
+        attentions: Each layer's probabilities, (B, H, N, N).
+
+    Example:
+        >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32)
+        >>> ViTScratchModel(config)(torch.zeros(2, 3, 32, 32)).last_hidden_state.shape
+        torch.Size([2, 5, 192])
+    """
+
+    # Loading the encoder out of a classifier's file leaves the head behind; that is the intention, not a mistake.
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__(config)
+        self.embeddings = ViTScratchEmbeddings(config)
+        last = max(1, config.num_hidden_layers - 1)
+        self.layers = nn.ModuleList(
+            ViTScratchLayer(config, config.drop_path_rate * depth / last) for depth in range(config.num_hidden_layers)
+        )
+        # Pre-LN leaves the residual stream unnormalised; [1] eq. 4.
+        self.layernorm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()
+        )
+        self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[misc]  # TransformersKwargs names the two flags as well
+        self,
+        pixel_values: Tensor,
+        attention_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """Encode images.
+
+        Args:
+            pixel_values: (B, C, height, width), normalised by the image processor. Any height and width that the
+                patch size divides.
+            attention_mask: (B, N), 1 for the tokens that may be attended to and 0 for the others; the class token, if
+                any, counts. Masked patches are left out of mean pooling too.
+            output_attentions: Whether to return the attention probabilities. Only the attention written out has them,
+                so this call then uses `"eager"` whatever `attn_implementation` is.
+            output_hidden_states: Whether to return the hidden states.
+            kwargs: Passed on to the attention function.
+
+        Raises:
+            TypeError: The pixels are not floating point.
+            ValueError: The pixels or the mask have the wrong shape.
+        """
+        if output_attentions is None:
+            output_attentions = bool(self.config.output_attentions)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+
+        grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
+        hidden_states = self.embeddings(pixel_values, grid)
+        rotary = None
+        if self.config.position_embedding_type == "rope2d":
+            head_dim = self.config.hidden_size // self.config.num_attention_heads
+            rotary = rope2d_cos_sin(grid, head_dim, self.config.num_prefix_tokens, like=hidden_states)
+        mask = self._attention_scores_mask(hidden_states, attention_mask, eager=output_attentions)
+
+        all_hidden_states = [hidden_states]
+        all_attentions = []
+        for layer in self.layers:
+            hidden_states, probs = layer(
+                hidden_states, mask, rotary=rotary, output_attentions=output_attentions, **kwargs
+            )
+            all_hidden_states.append(hidden_states)
+            all_attentions.append(probs)
+
+        last_hidden_state = self.layernorm(hidden_states)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=last_hidden_state,
+            pooler_output=self._pool(last_hidden_state, attention_mask),
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            attentions=tuple(all_attentions) if output_attentions else None,
+        )
+
+    def _attention_scores_mask(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, eager: bool
+    ) -> Tensor | BlockMask | None:
+        """What the attention function takes for the (B, N) mask and for causality; None where nothing is masked."""
+        if attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have one entry per token, the class token included: shape "
+                f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
+            )
+        config = self.config
+        if eager and config._attn_implementation != "eager":
+            logger.warning_once(
+                f"output_attentions=True needs the attention written out, so this call uses 'eager' instead of "
+                f"{config._attn_implementation!r}. To choose it for all calls: model.set_attn_implementation('eager')."
+            )
+            config = copy.copy(config)
+            config._attn_implementation = "eager"
+        if config.is_causal:
+            return create_causal_mask(config, hidden_states, attention_mask, past_key_values=None)
+        return create_bidirectional_mask(config, hidden_states, attention_mask)
+
+    def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The vector that the classifier reads.  (B, N, D) -> (B, D)."""
+        if self.config.pooling == "cls":
+            return last_hidden_state[:, 0]
+        if attention_mask is None or attention_mask.ndim != 2:
+            return last_hidden_state.mean(dim=1)
+        weights = attention_mask.to(last_hidden_state)[..., None]  # (B, N, 1)
+        # An image of which every patch is masked has no mean: zeros, not NaN.
+        return (last_hidden_state * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
+    """The encoder and a classifier on its pooled vector.
+
+    `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, and the default for two or
+    more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, and the
+    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
+
+    Example:
+        >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)
+        >>> model = ViTScratchForImageClassification(config)
+        >>> model(torch.zeros(2, 3, 32, 32), labels=torch.tensor([3, 7])).logits.shape
+        torch.Size([2, 10])
+    """
+
+    # The loss is a plain mean over the batch, so the Trainer must divide it by the number of accumulation steps. It
+    # does so only for a model that does not claim to take `num_items_in_batch`, and **kwargs would claim that.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__(config)
+        if config.is_causal and config.pooling == "cls":
+            raise ValueError(
+                "is_causal=True needs pooling='mean' in a classifier: the class token comes first, so it would see no "
+                "patch and the logits would be the same for every image."
+            )
+        if not config.num_labels:
+            raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
+        self.vit = ViTScratchModel(config)
+        classifier_input = config.hidden_size
+        self.pre_logits: nn.Module = nn.Identity()
+        if config.classifier_hidden_size is not None:  # [1] section 3.1: one hidden layer at pre-training time
+            classifier_input = config.classifier_hidden_size
+            self.pre_logits = nn.Sequential(
+                nn.Linear(config.hidden_size, classifier_input), ACT2FN[config.classifier_act]
+            )
+        self.classifier = nn.Linear(classifier_input, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """Classify images.
+
+        Args:
+            pixel_values: (B, C, height, width), normalised by the image processor.
+            labels: Class ids (B,), or class probabilities (B, L); zeros and ones (B, L) for multi-label
+                classification; numbers (B, L), or (B,) for one label, for regression.
+            kwargs: Any further argument of `ViTScratchModel.forward`.
+
+        Raises:
+            TypeError: The pixels are not floating point.
+            ValueError: The pixels, the mask or the labels have the wrong shape.
+        """
+        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, **kwargs)
+        logits = self.classifier(self.pre_logits(outputs.pooler_output))
+        return ImageClassifierOutput(
+            loss=None if labels is None else self._loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar.
+
+        Not `self.loss_function`: with float labels it changes `config.problem_type`, and it divides by
+        `num_items_in_batch` for one problem type only.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
+        problem_type = self.config.problem_type
+        if problem_type is None:
+            problem_type = "regression" if self.config.num_labels == 1 else "single_label_classification"
+
+        if problem_type == "single_label_classification":
+            if labels.shape != (logits if labels.is_floating_point() else logits[:, 0]).shape:
+                raise ValueError(
+                    "labels must be class ids of shape (batch,) or class probabilities of shape (batch, num_labels) = "
+                    f"{tuple(logits.shape)}, got {labels.dtype} of shape {tuple(labels.shape)}."
+                )
+            return F.cross_entropy(logits, labels.to(logits.dtype) if labels.is_floating_point() else labels)
+
+        if self.config.num_labels == 1 and labels.ndim == 1:
+            labels = labels[:, None]
+        if labels.shape != logits.shape:
+            raise ValueError(
+                f"labels must have the shape (batch, num_labels) = {tuple(logits.shape)} for {problem_type}, got "
+                f"{tuple(labels.shape)}."
+            )
+        loss = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
+        return loss(logits, labels.to(logits.dtype))
+
+
+__all__ = ["ViTScratchForImageClassification", "ViTScratchModel", "ViTScratchPreTrainedModel"]

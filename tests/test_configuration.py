@@ -1,0 +1,119 @@
+import pytest
+from transformers import ViTConfig
+
+from hf_vit_scratch import ViTScratchConfig
+
+
+def test_defaults_are_those_of_transformers_vit():
+    ours, theirs = ViTScratchConfig(), ViTConfig()
+
+    shared = ["image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads",
+              "intermediate_size", "hidden_act", "qkv_bias", "layer_norm_eps", "initializer_range",
+              "hidden_dropout_prob", "attention_probs_dropout_prob"]  # fmt: skip
+    assert {name: getattr(ours, name) for name in shared} == {name: getattr(theirs, name) for name in shared}
+
+
+def test_default_encoder_is_bert_style():
+    assert ViTScratchConfig().norm_first is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_size": 224, "patch_size": 15}, r"image_size \(height 224\) must be divisible by patch_size .*15"),
+        ({"image_size": [32, 30], "patch_size": 4}, r"image_size \(width 30\) must be divisible"),
+        ({"image_size": 0}, r"image_size must be at least 1 pixel, got 0"),
+        ({"image_size": [32, 32, 3]}, r"image_size must be one number or a \[height, width\] pair"),
+        (
+            {"hidden_size": 30, "num_attention_heads": 4},
+            r"hidden_size \(30\) must be divisible by num_attention_heads",
+        ),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers must be at least 1, got 0"),
+        ({"classifier_hidden_size": 0}, r"classifier_hidden_size must be at least 1"),
+        ({"drop_path_rate": 1.0}, r"drop_path_rate must be at least 0 and below 1, got 1"),
+        ({"hidden_dropout_prob": float("nan")}, r"hidden_dropout_prob must be at least 0 and below 1, got nan"),
+        ({"layer_norm_eps": 0.0}, r"layer_norm_eps must be positive and finite"),
+        ({"initializer_range": float("inf")}, r"initializer_range must be positive and finite"),
+        ({"position_embedding_type": "sincos"}, r"position_embedding_type must be one of learned, sincos2d, rope2d"),
+        ({"pooling": "max"}, r"pooling must be one of cls, mean; got 'max'"),
+        ({"hidden_act": "gelo"}, r"hidden_act must be one of .*; got 'gelo'"),
+        ({"problem_type": "ranking"}, r"problem_type must be None or one of"),
+        ({"position_embedding_type": "sincos2d", "hidden_size": 6, "num_attention_heads": 1}, r"multiple of 4"),
+        ({"position_embedding_type": "sincos2d", "hidden_size": 4, "num_attention_heads": 1}, r"at least 8"),
+        ({"position_embedding_type": "rope2d", "hidden_size": 36, "num_attention_heads": 6}, r"36 / 6 = 6"),
+    ],
+)
+def test_impossible_value_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ViTScratchConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_size": "32"}, r"image_size must be an integer or a \[height, width\] pair of integers, got '32'"),
+        ({"patch_size": [4, 4.0]}, r"patch_size must be an integer"),
+        ({"num_attention_heads": 12.0}, r"num_attention_heads must be an integer, got 12.0"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers must be an integer, got True"),
+        ({"drop_path_rate": "0.1"}, r"drop_path_rate must be a number, got '0.1'"),
+        ({"layer_norm_eps": None}, r"layer_norm_eps must be a number"),
+        ({"norm_first": 1}, r"norm_first must be True or False, got 1"),
+    ],
+)
+def test_wrong_type_is_refused(fields, message):
+    with pytest.raises(TypeError, match=message):
+        ViTScratchConfig(**fields)
+
+
+def test_suggested_sizes_are_divisible():
+    with pytest.raises(ValueError, match=r"Use image size 225, or patch size 14 or 16\.$"):
+        ViTScratchConfig(image_size=224, patch_size=15)
+
+
+@pytest.mark.parametrize("name", ["hiden_size", "num_hidden_layer", "drop_path_rates", "normfirst", "num_label"])
+def test_misspelt_field_names_the_right_one(name):
+    with pytest.raises(ValueError, match=rf"no field '{name}'\. Did you mean '\w+'\?"):
+        ViTScratchConfig(**{name: 3})
+
+
+def test_unknown_field_unlike_any_other_is_kept():
+    assert ViTScratchConfig(finetuned_on="beans").finetuned_on == "beans"
+
+
+def test_configuration_survives_saving(tmp_path):
+    config = ViTScratchConfig(
+        image_size=(32, 64),
+        patch_size=[8, 4],
+        norm_first=True,
+        pooling="mean",
+        id2label={0: "cat", 1: "dog", 2: "cow"},
+    )
+
+    config.save_pretrained(tmp_path)
+    loaded = ViTScratchConfig.from_pretrained(tmp_path)
+
+    saved = config.to_dict() | {"image_size": [32, 64]}  # JSON has no tuples
+    assert {**loaded.to_dict(), "image_size": list(loaded.image_size)} == saved
+    assert loaded.grid_size == (4, 16)
+    assert loaded.id2label == {0: "cat", 1: "dog", 2: "cow"}
+
+
+def test_field_spoilt_after_construction_is_not_saved(tmp_path):
+    config = ViTScratchConfig()
+    config.hidden_size = 30
+
+    with pytest.raises(ValueError, match=r"hidden_size \(30\) must be divisible"):
+        config.save_pretrained(tmp_path)
+
+
+def test_variant_sets_sizes_and_overrides_win():
+    config = ViTScratchConfig.from_variant("S/16", num_hidden_layers=4, norm_first=True)
+
+    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (384, 6, 1536)
+    assert (config.patch_size, config.num_hidden_layers, config.norm_first) == (16, 4, True)
+
+
+@pytest.mark.parametrize("variant", ["S16", "S/0", "XL/16", "s/16", "S/16 "])
+def test_unknown_variant_is_refused(variant):
+    with pytest.raises(ValueError, match=r"variant must be one of Ti, S, B, L, H, a slash and the patch size"):
+        ViTScratchConfig.from_variant(variant)
