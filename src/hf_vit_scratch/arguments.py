@@ -1,0 +1,252 @@
+"""The flags of `train.py`: dataclasses, filled from a recipe in YAML and from the command line."""
+
+import difflib
+import json
+import re
+from argparse import ArgumentDefaultsHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, ViTScratchConfig
+from .errors import UserError
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class ModelArguments:
+    """Fields of `ViTScratchConfig`, and where to start. What is not given keeps the configuration's default."""
+
+    model: str | None = _flag(
+        None, "A size and a patch size, such as S/16 (sizes Ti, S, B, L, H); the flags below change single fields."
+    )
+    image_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
+    patch_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
+    hidden_size: int | None = _flag(None, "Width of a token.")
+    num_hidden_layers: int | None = _flag(None, "Number of encoder layers.")
+    num_attention_heads: int | None = _flag(None, "Number of attention heads.")
+    intermediate_size: int | None = _flag(None, "Width of the MLP's hidden layer.")
+    hidden_act: str | None = _flag(None, "Activation of the MLP.")
+    qkv_bias: bool | None = _flag(None, "Biases in the query, key and value projections.")
+    layer_norm_eps: float | None = _flag(None, "Added to the variance by every norm.")
+    initializer_range: float | None = _flag(None, "Standard deviation of the initial weights.")
+    norm_first: bool | None = _flag(None, "True: ViT style, pre-LN. False: BERT style, post-LN.")
+    hidden_dropout_prob: float | None = _flag(None, "Dropout of embeddings and residual branches.")
+    attention_probs_dropout_prob: float | None = _flag(None, "Dropout of attention probabilities.")
+    drop_path_rate: float | None = _flag(None, "Stochastic depth of the last layer.")
+    position_embedding_type: str | None = _flag(None, f"One of {', '.join(POSITION_EMBEDDING_TYPES)}.")
+    qk_norm: bool | None = _flag(None, "RMS-normalise queries and keys.")
+    pooling: str | None = _flag(None, f"One of {', '.join(POOLINGS)}.")
+    classifier_hidden_size: int | None = _flag(None, "Hidden layer before the classifier.")
+    classifier_act: str | None = _flag(None, "Activation of that hidden layer.")
+    attn_implementation: str | None = _flag(
+        None, "eager, sdpa, flex_attention or flash_attention_2; transformers chooses by default."
+    )
+
+
+@dataclass
+class DataArguments:
+    """The arguments of `hf_vit_scratch.data.load_splits`."""
+
+    data: str = _flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
+    data_config: str | None = _flag(None, "Configuration of a dataset on the Hub that has several.")
+    image_column: str | None = _flag(None, "Column of the images; found by its type.")
+    label_column: str | None = _flag(None, "Column of the labels; found by its type or name.")
+    train_split: str = _flag("train", "Split to train on.")
+    validation_split: str | None = _flag(None, "Split to choose by; 'validation', or cut from train.")
+    test_split: str | None = _flag(None, "Split to report on, once; 'test', or cut from train.")
+    validation_fraction: float = _flag(0.1, "Share of train that is cut for validation.")
+    test_fraction: float = _flag(0.1, "Share of train that is cut for testing.")
+
+
+@dataclass
+class AugmentationArguments:
+    """The arguments of `hf_vit_scratch.augmentation.build_augmentation`."""
+
+    random_resized_crop_scale: float | None = _flag(None, "Least share of the area that a random resized crop keeps.")
+    crop_padding: int = _flag(0, "Padding in pixels before a random crop.")
+    horizontal_flip_prob: float = _flag(0.0, "Probability of a mirror image.")
+    rotation_degrees: float = _flag(0.0, "Largest rotation to either side.")
+    translation: float = _flag(0.0, "Largest shift, as a share of height and width.")
+    scaling: float = _flag(0.0, "Largest relative change of size.")
+
+
+@dataclass
+class ViTTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
+
+    # The stock default drops the column of images before they are read.
+    remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
+    # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
+    logging_nan_inf_filter: bool = _flag(False, "Hide losses that are not finite from the log.")
+    # The stock default warns at every pass over the data where there is no accelerator to pin memory for.
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory; where there is an accelerator."}
+    )
+    eval_strategy: str = _flag("epoch", "When to evaluate: no, steps, epoch.")
+    save_strategy: str = _flag("epoch", "When to save a checkpoint: no, steps, epoch, best.")
+    save_total_limit: int | None = _flag(2, "Number of checkpoints to keep; the best one always is.")
+    load_best_model_at_end: bool = _flag(True, "Report and save the best model rather than the last.")
+    metric_for_best_model: str | None = _flag("accuracy", "Validation metric that says which model is best.")
+    optim: str = _flag("adamw_torch_fused", "Optimizer.")
+    lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
+
+
+class RecipeParser(HfArgumentParser):
+    """transformers' parser, with errors of one line that guess what was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage of 140 flags."""
+        raise UserError(f"{message[:1].lower()}{message[1:]}. Run train.py --help for the flags.")
+
+
+def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_recipe: Path) -> tuple[list[Any], str]:
+    """Build the dataclasses from a recipe and flags: `[recipe.yaml] [--flag value ...]`.
+
+    Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
+    names of flags to values.
+
+    Args:
+        dataclass_types: Each field is a flag.
+        argv: The command line, without the program's name.
+        default_recipe: The recipe if the command line names none.
+
+    Returns:
+        The dataclasses, and the resolved recipe as YAML: all that the recipe and the flags have set.
+
+    Raises:
+        UserError: A file, a key, a flag or a value is wrong.
+    """
+    argv = list(argv)
+    if argv and not argv[0].startswith("-"):
+        recipe_path = Path(argv.pop(0))
+    elif any(argument.split("=")[0] == "--data" for argument in argv):
+        raise UserError(
+            "--data needs a recipe before it, such as: train.py recipes/cifar10_cpu.yaml --data FOLDER. The default "
+            "recipe fits the digits only."
+        )
+    else:
+        recipe_path = default_recipe
+    recipe = _read_recipe(recipe_path)
+
+    parser = RecipeParser(
+        dataclass_types,
+        prog="train.py",
+        usage="train.py [recipe.yaml] [--flag value ...]",
+        description="Train a Vision Transformer from scratch. A flag overrides the recipe's value.",
+        allow_abbrev=False,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    known = [field.name for dataclass_type in dataclass_types for field in fields(dataclass_type)]
+    for key in recipe:
+        if key not in known:
+            raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(str(key), known)}")
+    for argument in argv:
+        name = argument.removeprefix("--").split("=")[0].replace("-", "_")
+        if (
+            argument.startswith("--")
+            and name not in known
+            and name.removeprefix("no_") not in known
+            and name != "help"
+        ):
+            raise UserError(f"unknown flag {argument.split('=')[0]}.{_guess(name, known, prefix='--')}")
+
+    # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
+    recipe_argv = [argument for key, value in recipe.items() for argument in _as_arguments(key, value)]
+    try:
+        # Each alone first, for an error that names the one at fault, and for the resolved recipe.
+        given = _explicit(parser, recipe_argv) | _explicit(parser, argv)
+        parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
+    except UserError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError) as error:  # TrainingArguments checks its values itself
+        raise UserError(" ".join(str(error).split())) from error
+    return list(parsed), yaml.safe_dump({name: given[name] for name in known if name in given}, sort_keys=False)
+
+
+def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratchConfig:
+    """The configuration that the flags describe, for these classes.
+
+    Raises:
+        UserError: A field is impossible.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    variant = given.pop("model", None)
+    for name in ("image_size", "patch_size"):
+        if name in given and len(given[name]) == 1:
+            given[name] = given[name][0]
+    given["id2label"] = dict(enumerate(label_names))
+    given["label2id"] = {name: index for index, name in enumerate(label_names)}
+    try:
+        return ViTScratchConfig.from_variant(variant, **given) if variant else ViTScratchConfig(**given)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+
+
+def resolve_checkpoint(args: TrainingArguments) -> str | None:
+    """The checkpoint to continue from, after making sure that no other run is overwritten.
+
+    `--resume_from_checkpoint` takes a folder, or `true` for the newest checkpoint in `output_dir`.
+
+    Raises:
+        UserError: `output_dir` holds a run that is not to be continued, or there is no checkpoint to continue from.
+    """
+    output_dir = Path(args.output_dir or "trainer_output")
+    wanted = args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+            raise UserError(
+                f"{output_dir} is not empty, and a run is never overwritten. Continue it with "
+                "--resume_from_checkpoint true, choose another --output_dir, or delete it."
+            )
+        return None
+    if str(wanted).lower() == "true":
+        checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+        if checkpoint is None:
+            raise UserError(
+                f"{output_dir} holds no checkpoint to resume from. Start without --resume_from_checkpoint."
+            )
+        return checkpoint
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
+    return str(wanted)
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: the recipe cannot be read ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the recipe is no YAML ({' '.join(str(error).split())}).") from error
+    if not isinstance(recipe, dict):
+        raise UserError(f"{path}: a recipe must be lines of `key: value`, got {type(recipe).__name__}.")
+    return recipe
+
+
+def _as_arguments(key: str, value: Any) -> list[str]:
+    if value is None:
+        return []  # the default
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _explicit(parser: RecipeParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags that `argv` sets, with their values, and no defaults."""
+    given = {re.sub("^no_", "", a.removeprefix("--").split("=")[0].replace("-", "_")) for a in argv if a[:2] == "--"}
+    return {name: value for name, value in vars(parser.parse_args(argv)).items() if name in given}
+
+
+def _guess(name: str, known: Sequence[str], prefix: str = "") -> str:
+    match = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {prefix}{match[0]}?" if match else " Run train.py --help for the known ones."

@@ -1,0 +1,384 @@
+"""Images and labels from anywhere, as three named splits; knows nothing of models.
+
+Sources: the digits that ship inside scikit-learn, a folder of class folders, local parquet files, or a dataset on the
+Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and `label` (`ClassLabel`).
+"""
+
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from PIL import Image
+from torch import Tensor
+from transformers import ViTImageProcessor
+from transformers.image_utils import load_image
+
+from .errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# Decoded training images are kept up to this many bytes per process: all of CIFAR-10, none of ImageNet to speak of.
+DECODED_BYTES_KEPT = 512 * 2**20
+# What Pillow raises for a file that is no image, or a damaged one, or one of absurd size.
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+# Folder names by which image collections mark their splits.
+SPLIT_FOLDERS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "dev"),
+    "test": ("test",),
+}
+
+
+def load_splits(
+    data: str,
+    *,
+    data_config: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    train_split: str = "train",
+    validation_split: str | None = None,
+    test_split: str | None = None,
+    validation_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    seed: int = 0,
+) -> DatasetDict:
+    """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
+
+    A split that the source does not have is cut from train, with the same share of every class and always the same
+    rows for one seed.
+
+    Args:
+        data: `"digits"`, a folder, a parquet file, or the name of a dataset on the Hub, in this order of trying.
+        data_config: Which configuration of a dataset on the Hub, where it has several.
+        image_column: Column of the images; `None` finds it by its type.
+        label_column: Column of the labels; `None` finds it by its type, or by the name `label` or `labels`.
+        train_split: The source's split to train on.
+        validation_split: The source's split to choose by; `None` for the one of that name, else cut from train.
+        test_split: The source's split to report on; `None` for the one of that name, else cut from train.
+        validation_fraction: Share of train to cut for validation where the source has none.
+        test_fraction: Share of train to cut for testing where the source has none.
+        seed: Chooses the rows that are cut.
+
+    Raises:
+        UserError: The data cannot be used; the message says why and what to do.
+    """
+    for name, fraction in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
+        if not 0 < fraction < 1:
+            raise UserError(f"{name} must lie between 0 and 1, got {fraction}.")
+    source = _load_source(data, data_config)
+    if train_split not in source:
+        raise UserError(
+            f"{data}: there is no split {train_split!r}, only {sorted(source)}. Choose with --train_split."
+        )
+    source = _rename_columns(data, source, image_column, label_column, train_split)
+
+    train = source[train_split]
+    splits = {}
+    for name, wanted in (("validation", validation_split), ("test", test_split)):
+        if wanted is not None and wanted not in source:
+            raise UserError(
+                f"{data}: there is no split {wanted!r}, only {sorted(source)}. Choose with --{name}_split."
+            )
+        found = wanted or next((alias for alias in SPLIT_FOLDERS[name] if alias in source), None)
+        if found in (validation_split, test_split) and wanted is None:
+            found = None  # the user has given this split the other part
+        if found is not None and min(source[found]["label"], default=-1) < 0:
+            logger.warning("%s: the split %r has rows without a label and is not used.", data, found)
+            found = None
+        if found is not None:
+            splits[name] = source[found]
+        else:
+            fraction = validation_fraction if name == "validation" else test_fraction
+            train, splits[name] = _cut(data, train, fraction, seed)
+            logger.info(
+                "%s: %d of the training images (%g%%) cut for %s", data, len(splits[name]), 100 * fraction, name
+            )
+    return DatasetDict(train=train, **splits)
+
+
+def load_digits() -> DatasetDict:
+    """The 1,797 handwritten digits, 8x8 pixels, that ship inside scikit-learn, as grey images; no network needed.
+
+    A fifth is the test split, the same for every seed, so that results can be compared.
+    Source: E. Alpaydin, C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository.
+    """
+    from sklearn.datasets import load_digits as load_sklearn_digits
+
+    digits = load_sklearn_digits()
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # 17 levels of ink, 0 to 16
+    label = ClassLabel(names=[str(name) for name in digits.target_names])
+    rows = Dataset.from_dict(
+        {"image": [Image.fromarray(image) for image in pixels], "label": digits.target.tolist()},
+        features=Features({"image": datasets.Image(), "label": label}),
+    )
+    return rows.train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
+
+
+def decode_image(row: dict[str, Any], name: str) -> Image.Image:
+    """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
+
+    Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
+
+    Args:
+        row: `path` and `bytes` of the image, either of which may be None: `datasets.Image(decode=False)`.
+        name: Names the image in an error where it has no path.
+
+    Raises:
+        UserError: It cannot be decoded.
+    """
+    path = row["path"]
+    try:
+        with warnings.catch_warnings():
+            # A palette with transparency, or slightly damaged EXIF data: the image is fine.
+            warnings.simplefilter("ignore", UserWarning)
+            with Image.open(path if row["bytes"] is None else io.BytesIO(row["bytes"])) as image:
+                return load_image(image)
+    except UNREADABLE as error:
+        raise _unreadable(path or name, error) from error
+
+
+class ImageClassificationDataset(torch.utils.data.Dataset):
+    """Rows of a dataset as `pixel_values` (C, height, width) and `labels`, ready for the Trainer's default collator.
+
+    With `augment`, images are augmented, each from a random state that depends on nothing but (seed, epoch, index):
+    not on the order, the number of worker processes, or what was drawn before.
+
+    Args:
+        rows: A split of `load_splits`.
+        image_processor: Rescales and normalises; without `augment` it also resizes. It is saved with the model, so
+            that a pipeline sees what the model was evaluated on.
+        augment: An RGB image to a uint8 tensor (C, height, width), random by torch's global generator.
+        seed: Seed of the augmentation.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        image_processor: ViTImageProcessor,
+        augment: Callable[[Image.Image], Tensor] | None = None,
+        seed: int = 0,
+    ):
+        self.rows = rows.cast_column("image", datasets.Image(decode=False))
+        self.image_processor = image_processor
+        self.augment = augment
+        self.seed = seed
+        # In shared memory, so that worker processes that outlive an epoch see the next one.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._decoded: dict[int, Image.Image] = {}
+        self._decoded_bytes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's augmentation; accelerate's data loader calls this before each epoch."""
+        self.epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        """A whole batch at once, which the data loader asks for where it can."""
+        images, labels = self._read(indices)
+        if self.augment is not None:
+            images = self._augmented(indices, images)
+        pixel_values = self.image_processor(images, do_resize=self.augment is None, return_tensors="pt")[
+            "pixel_values"
+        ]
+        return [{"pixel_values": x, "labels": y} for x, y in zip(pixel_values, labels, strict=True)]
+
+    def _read(self, indices: list[int]) -> tuple[list[Any], list[int]]:
+        rows = self.rows[indices]
+        images = []
+        for index, row in zip(indices, rows["image"], strict=True):
+            image = self._decoded.get(index)
+            if image is None:
+                image = decode_image(row, name=f"image {index}")
+                size = image.width * image.height * len(image.getbands())
+                if self._decoded_bytes + size <= DECODED_BYTES_KEPT:
+                    self._decoded[index] = image
+                    self._decoded_bytes += size
+            images.append(image)
+        return images, rows["label"]
+
+    def _augmented(self, indices: list[int], images: list[Image.Image]) -> list[Tensor]:
+        assert self.augment is not None
+        state = torch.get_rng_state()  # once per batch: this costs ten times as much as seeding
+        try:
+            augmented = []
+            for index, image in zip(indices, images, strict=True):
+                seeds = np.random.SeedSequence([self.seed, int(self.epoch), index]).generate_state(1, np.uint64)
+                torch.default_generator.manual_seed(int(seeds[0]))
+                augmented.append(self.augment(image))
+            return augmented
+        finally:
+            torch.set_rng_state(state)
+
+
+def _load_source(data: str, data_config: str | None) -> DatasetDict:
+    if data == "digits":
+        return load_digits()
+    path = Path(data).expanduser()
+    if path.is_dir() and not any(path.rglob("*.parquet")):
+        return _load_class_folders(path)
+    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+        raise UserError(
+            f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
+        )
+    try:
+        if path.is_file():
+            return load_dataset("parquet", data_files=str(path))
+        return load_dataset(str(path) if path.is_dir() else data, data_config)
+    except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
+        if path.exists():
+            hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
+        else:
+            hint = "It is no local folder; is it the name of a dataset on the Hub, and is the Hub within reach?"
+        reason = " ".join(str(error).split())
+        raise UserError(f"{data}: the data cannot be loaded ({type(error).__name__}: {reason}). {hint}") from error
+
+
+def _load_class_folders(root: Path) -> DatasetDict:
+    """A folder with one folder of images per class, or with such folders inside `train`, `val`, `test`."""
+    folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
+    splits = {}
+    for name, aliases in SPLIT_FOLDERS.items():
+        found = [folders[alias] for alias in aliases if alias in folders]
+        if found:
+            splits[name] = found[0]
+    if "train" not in splits:
+        splits = {"train": root}
+
+    # The class names of train hold for all the splits.
+    names = sorted(path.name for path in splits["train"].iterdir() if path.is_dir() and not path.name.startswith("."))
+    label = ClassLabel(names=names)
+    source = {}
+    for split, folder in splits.items():
+        files = [
+            (file, name)
+            for name in names
+            for file in sorted((folder / name).rglob("*"))
+            if file.suffix.lower() in ImageFolder.EXTENSIONS and not file.name.startswith(".")
+        ]
+        if not files:
+            raise UserError(
+                f"{folder}: there are no images. The folder must hold one folder per class with images in it, such as "
+                f"{folder}/cat/1.jpg and {folder}/dog/2.png."
+            )
+        filled = {name for _, name in files}
+        if split == "train" and len(names) < 2:
+            raise UserError(
+                f"{folder}: there is one class, {names[0]!r}; a classifier needs at least two class folders."
+            )
+        if split == "train" and len(filled) < len(names):
+            empty = ", ".join(repr(name) for name in names if name not in filled)
+            raise UserError(f"{folder}: no images in the class folders {empty}. Delete these folders, or fill them.")
+        inside = (path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        if unknown := sorted(set(inside) - set(names)):
+            raise UserError(f"{folder}: the classes {unknown} are not in {splits['train']}. Delete or add them there.")
+        for file, _ in files:  # reads the headers only, so a file that is no image is found before training starts
+            _check_header(file)
+        source[split] = Dataset.from_dict(
+            {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
+            features=Features({"image": datasets.Image(), "label": label}),
+        )
+    return DatasetDict(source)
+
+
+def _check_header(file: Path) -> None:
+    try:
+        with Image.open(file):
+            pass
+    except UNREADABLE as error:
+        raise _unreadable(str(file), error) from error
+
+
+def _unreadable(name: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"{name} cannot be decoded as an image ({reason}). Delete or replace it.")
+
+
+def _rename_columns(
+    data: str, source: DatasetDict, image_column: str | None, label_column: str | None, train_split: str
+) -> DatasetDict:
+    """Find the columns of the images and labels, and reduce the source to these two, named `image` and `label`."""
+    features = source[train_split].features
+    for flag, column in (("--image_column", image_column), ("--label_column", label_column)):
+        if column is not None and column not in features:
+            raise UserError(f"{data}: there is no column {column!r}, only {sorted(features)}. Choose with {flag}.")
+
+    if image_column is None:
+        images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+        if len(images) != 1:
+            raise UserError(
+                f"{data}: there must be one column of images, found {images} among {sorted(features)}. Name it with "
+                "--image_column."
+            )
+        image_column = images[0]
+    if not isinstance(features[image_column], datasets.Image):
+        raise UserError(f"{data}: the column {image_column!r} holds {features[image_column]}, not images.")
+
+    if label_column is None:
+        labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+        labels = labels or [name for name in ("label", "labels") if name in features]
+        if len(labels) != 1:
+            raise UserError(
+                f"{data}: there must be one column of labels, found {labels} among {sorted(features)}. Name it with "
+                "--label_column."
+            )
+        label_column = labels[0]
+
+    source = source.select_columns([image_column, label_column])
+    source = source.rename_columns({image_column: "image", label_column: "label"})
+    feature = source[train_split].features["label"]
+    if not isinstance(feature, ClassLabel):
+        if getattr(feature, "dtype", None) not in (
+            "string",
+            "large_string",
+            "bool",
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+        ):
+            raise UserError(
+                f"{data}: the column {label_column!r} must hold one class per image, but it holds {feature}."
+            )
+        names = sorted({value for split in source.values() for value in split["label"] if value is not None})
+        label = ClassLabel(names=[str(name) for name in names])
+        to_id = {name: index for index, name in enumerate(names)}
+        source = source.map(
+            lambda row: {"label": to_id.get(row["label"], -1)},
+            features=Features({"image": source[train_split].features["image"], "label": label}),
+        )
+        feature = label
+    if min(source[train_split]["label"], default=0) < 0:
+        raise UserError(
+            f"{data}: the split {train_split!r} has rows without a label. Choose another with --train_split."
+        )
+    if feature.num_classes < 2:
+        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
+    return source
+
+
+def _cut(data: str, train: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Cut a fraction from train, with the same share of every class, and at least one image of each."""
+    labels = np.asarray(train["label"])
+    counts = np.bincount(labels, minlength=train.features["label"].num_classes)
+    for name, count in zip(train.features["label"].names, counts, strict=True):
+        if count == 1:
+            raise UserError(
+                f"{data}: the class {name!r} has one image left, too few to cut a validation and a test split from "
+                "the training images. Add images, or give splits of your own (folders train, validation, test)."
+            )
+    size = max(round(fraction * len(train)), int((counts > 0).sum()))
+    parts = train.train_test_split(test_size=size, stratify_by_column="label", seed=seed)
+    return parts["train"], parts["test"]

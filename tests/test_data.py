@@ -1,0 +1,387 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from torch.utils.data import DataLoader
+from transformers import ViTImageProcessor
+from transformers.image_utils import load_image
+
+from hf_vit_scratch.augmentation import build_augmentation
+from hf_vit_scratch.data import ImageClassificationDataset, decode_image, load_digits, load_splits
+from hf_vit_scratch.errors import UserError
+
+
+@pytest.fixture
+def image_processor():
+    return ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+
+
+def encode(image: Image.Image, kind: str, **options) -> dict:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return {"path": None, "bytes": file.getvalue()}
+
+
+def write_parquet(path, features, **columns):
+    Dataset.from_dict(columns, features=features).to_parquet(path)
+
+
+# Sources
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits as load_sklearn_digits
+
+    digits = load_digits()
+
+    assert (len(digits["train"]), len(digits["test"])) == (1437, 360)
+    assert digits["train"].features["label"].names == [str(digit) for digit in range(10)]
+    pictures = [*digits["train"]["image"], *digits["test"]["image"]]
+    ours = sorted(np.asarray(picture).tobytes() for picture in pictures)
+    theirs = sorted(np.round(image * 255 / 16).astype(np.uint8).tobytes() for image in load_sklearn_digits().images)
+    assert ours == theirs
+
+
+def test_class_folders_become_classes(class_folders, photographs):
+    (class_folders / "temple" / "notes.txt").write_text("not an image")
+    (class_folders / "temple" / ".hidden.jpg").write_text("not an image")
+
+    splits = load_splits(str(class_folders), seed=1)
+
+    assert splits["train"].features["label"].names == ["flower", "temple"]
+    assert {name: sorted(np.bincount(rows["label"])) for name, rows in splits.items()} == {
+        "train": [10, 10], "validation": [1, 1], "test": [1, 1]
+    }  # fmt: skip
+    for row in splits["train"]:
+        assert splits["train"].features["label"].names[row["label"]] in row["image"].filename
+
+
+def test_split_folders_are_used_as_they_are(tmp_path, photographs):
+    for split, count in (("train", 4), ("val", 2), ("test", 3)):
+        for name, photograph in zip(("temple", "flower"), photographs, strict=True):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                photograph.resize((20, 20)).save(tmp_path / split / name / f"train_{number}.png")
+
+    splits = load_splits(str(tmp_path))
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4, "test": 6}
+
+
+def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_path, photographs):
+    names = ["temple", "flower"] * 10
+    features = Features({"picture": ImageFeature(), "label": Value("string"), "year": Value("int64")})
+    write_parquet(tmp_path / "data.parquet", features, picture=photographs * 10, label=names, year=[2000] * 20)
+
+    for data in (tmp_path, tmp_path / "data.parquet"):
+        splits = load_splits(str(data))
+
+        assert splits["train"].column_names == ["image", "label"]
+        assert splits["train"].features["label"].names == ["flower", "temple"]
+        assert sorted(np.bincount(splits["train"]["label"])) == [8, 8]
+
+
+def test_splits_are_cut_with_the_same_share_of_every_class_and_without_overlap(tmp_path):
+    pictures = [Image.new("L", (2, 2), number) for number in range(200)]
+    labels = [0] * 150 + [1] * 50
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=labels)
+
+    first, again, other = (load_splits(str(tmp_path), validation_fraction=0.2, seed=seed) for seed in (1, 1, 2))
+
+    ids = {name: [image.getpixel((0, 0)) for image in rows["image"]] for name, rows in first.items()}
+    assert {name: np.bincount(rows["label"]).tolist() for name, rows in first.items()} == {
+        "train": [108, 36], "validation": [30, 10], "test": [12, 4]
+    }  # fmt: skip
+    assert sorted(sum(ids.values(), [])) == list(range(200))
+    assert ids["test"] == [image.getpixel((0, 0)) for image in again["test"]["image"]]
+    assert ids["test"] != [image.getpixel((0, 0)) for image in other["test"]["image"]]
+
+
+def test_few_images_still_give_every_class_to_every_split(class_folders):
+    splits = load_splits(str(class_folders), validation_fraction=0.01, test_fraction=0.01)
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 20, "validation": 2, "test": 2}
+
+
+def test_test_split_without_labels_is_not_used(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    for split, labels in (("train", [0, 1] * 10), ("test", [-1, -1])):
+        images = (photographs * 10)[: len(labels)]
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", features, image=images, label=labels)
+
+    splits = load_splits(str(tmp_path))
+
+    assert min(splits["test"]["label"]) == 0
+
+
+def test_a_split_can_serve_another_purpose(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    for split, count in (("train", 20), ("validation", 6)):
+        write_parquet(
+            tmp_path / f"{split}-00000-of-00001.parquet", features,
+            image=(photographs * 10)[:count], label=([0, 1] * 10)[:count],
+        )  # fmt: skip
+
+    splits = load_splits(str(tmp_path), test_split="validation")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 18, "validation": 2, "test": 6}
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("./nowhere", r"\./nowhere: there is no such file or folder"),
+        (
+            "someone/no-such-dataset",
+            r"someone/no-such-dataset: the data cannot be loaded .*is the Hub within reach\?$",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_refused(data, message):
+    with pytest.raises(UserError, match=message):
+        load_splits(data)
+
+
+def test_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
+        load_splits(str(tmp_path))
+
+
+def test_images_without_class_folders_are_refused(tmp_path, photographs):
+    photographs[0].save(tmp_path / "1.jpg")
+
+    with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
+        load_splits(str(tmp_path))
+
+
+def test_single_class_is_refused(class_folders):
+    for file in (class_folders / "temple").iterdir():
+        file.unlink()
+    (class_folders / "temple").rmdir()
+
+    with pytest.raises(UserError, match=r"there is one class, 'flower'; a classifier needs at least two"):
+        load_splits(str(class_folders))
+
+
+def test_empty_class_folder_is_refused(class_folders):
+    (class_folders / "nothing").mkdir()
+
+    with pytest.raises(
+        UserError, match=r"no images in the class folders 'nothing'\. Delete these folders, or fill them"
+    ):
+        load_splits(str(class_folders))
+
+
+def test_class_that_train_lacks_is_refused(tmp_path, photographs):
+    for folder in ("train/cat", "train/dog", "test/cat", "test/cow"):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(UserError, match=r"test: the classes \['cow'\] are not in .*train"):
+        load_splits(str(tmp_path))
+
+
+def test_class_with_one_image_is_refused(class_folders, photographs):
+    (class_folders / "rare").mkdir()
+    photographs[0].save(class_folders / "rare" / "1.jpg")
+
+    with pytest.raises(UserError, match=r"the class 'rare' has one image left, too few"):
+        load_splits(str(class_folders))
+
+
+@pytest.mark.parametrize("content", [b"", b"a text that was renamed"], ids=["zero_bytes", "text"])
+def test_file_that_is_no_image_is_named_before_training(class_folders, content):
+    (class_folders / "temple" / "broken.jpg").write_bytes(content)
+
+    with pytest.raises(UserError, match=r"temple/broken\.jpg cannot be decoded as an image .*Delete or replace it"):
+        load_splits(str(class_folders))
+
+
+def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:1500])
+    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+
+    with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
+        dataset[0]
+
+
+def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:1500])
+    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+
+    with pytest.raises(
+        UserError, match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\.$"
+    ):
+        next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"label_column": "breed"},
+            r"there is no column 'breed', only \['image', 'label'\]\. Choose with --label_column",
+        ),
+        ({"image_column": "photo"}, r"there is no column 'photo', only .*Choose with --image_column"),
+        ({"image_column": "label"}, r"the column 'label' holds .*, not images"),
+        ({"train_split": "training"}, r"there is no split 'training', only \['test', 'train'\]"),
+        (
+            {"validation_split": "dev"},
+            r"there is no split 'dev', only \['test', 'train'\]\. Choose with --validation_split",
+        ),
+        ({"validation_fraction": 1.5}, r"validation_fraction must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_wrong_name_or_fraction_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_splits("digits", **arguments)
+
+
+def test_missing_label_column_is_refused(tmp_path, photographs):
+    write_parquet(tmp_path / "a.parquet", Features({"image": ImageFeature()}), image=photographs)
+
+    with pytest.raises(UserError, match=r"there must be one column of labels, found \[\] among \['image'\]"):
+        load_splits(str(tmp_path))
+
+
+def test_several_label_columns_are_refused(tmp_path, photographs):
+    label = ClassLabel(names=["a", "b"])
+    features = Features({"image": ImageFeature(), "fine": label, "coarse": label})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, fine=[0, 1], coarse=[0, 1])
+
+    with pytest.raises(UserError, match=r"one column of labels, found \['fine', 'coarse'\] .*--label_column"):
+        load_splits(str(tmp_path))
+
+
+def test_label_that_is_no_class_is_refused(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": Value("float32")})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0.5, 1.5])
+
+    with pytest.raises(UserError, match=r"the column 'label' must hold one class per image, but it holds .*float32"):
+        load_splits(str(tmp_path))
+
+
+def test_train_rows_without_labels_are_refused(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0, -1])
+
+    with pytest.raises(UserError, match=r"the split 'train' has rows without a label"):
+        load_splits(str(tmp_path))
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "F"])
+def test_every_mode_decodes_to_the_rgb_of_the_pipelines(mode, photographs):
+    image = photographs[0].resize((30, 20)).convert("L" if mode in ("I;16", "F") else "RGB").convert(mode)
+
+    decoded = decode_image(encode(image, "TIFF"), "an image")
+
+    assert decoded.mode == "RGB"
+    assert decoded.tobytes() == load_image(image).tobytes()
+
+
+def test_exif_rotation_is_undone(photographs):
+    image = photographs[0].resize((30, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: to be shown after a quarter turn clockwise
+
+    decoded = decode_image(encode(image, "PNG", exif=exif), "an image")
+
+    assert decoded.tobytes() == image.transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+def test_image_without_a_path_is_named_by_its_place():
+    with pytest.raises(UserError, match=r"^image 7 cannot be decoded as an image"):
+        decode_image({"path": None, "bytes": b"no image"}, "image 7")
+
+
+# Batches
+
+
+def make_dataset(image_processor, photographs, augment=None, seed=0):
+    crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in range(12)]
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
+    return ImageClassificationDataset(rows, image_processor, augment, seed)
+
+
+def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs):
+    dataset = make_dataset(image_processor, photographs)
+
+    batch = dataset.__getitems__([3, 5])
+
+    crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in (3, 5)]
+    expected = image_processor(crops, return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.stack([row["pixel_values"] for row in batch]), expected)
+    assert [row["labels"] for row in batch] == [1, 1]
+
+
+def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs):
+    augment = build_augmentation((16, 24))  # nothing random: only the resize
+
+    train = make_dataset(image_processor, photographs, augment)[0]["pixel_values"]
+
+    evaluation = make_dataset(image_processor, photographs)[0]["pixel_values"]
+    torch.testing.assert_close(train, evaluation, rtol=0, atol=0.02)  # PIL's and torchvision's resizing differ
+
+
+@pytest.fixture
+def augmented(image_processor, photographs):
+    augment = build_augmentation((16, 24), random_resized_crop_scale=0.5, horizontal_flip_prob=0.5, rotation_degrees=9)
+    return lambda **arguments: make_dataset(image_processor, photographs, augment, **arguments)
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
+    alone = augmented()[5]["pixel_values"]
+
+    torch.rand(3)  # another state of the global generator
+    dataset = augmented()
+    dataset.__getitems__([0, 1])
+    assert torch.equal(dataset.__getitems__([2, 5, 7])[1]["pixel_values"], alone)
+    assert not torch.equal(augmented(seed=1)[5]["pixel_values"], alone)
+    dataset.set_epoch(1)
+    assert not torch.equal(dataset[5]["pixel_values"], alone)
+    dataset.set_epoch(0)
+    assert torch.equal(dataset[5]["pixel_values"], alone)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_worker_processes_augment_as_the_main_process_does(augmented, persistent_workers):
+    alone, dataset = augmented(), augmented()
+    loader = DataLoader(dataset, batch_size=5, num_workers=2, persistent_workers=persistent_workers)
+
+    for epoch in range(3):
+        alone.set_epoch(epoch)
+        dataset.set_epoch(epoch)
+        images = torch.cat([batch["pixel_values"] for batch in loader])
+        assert torch.equal(images, torch.stack([alone[index]["pixel_values"] for index in range(12)]))
+
+
+def test_augmentation_leaves_the_global_generator_alone(augmented):
+    dataset = augmented()
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+
+    torch.manual_seed(7)
+    dataset[3]
+
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_columns_and_splits_of_the_source_are_left_alone():
+    digits = load_digits()
+
+    assert isinstance(digits, DatasetDict)
+    assert set(digits) == {"train", "test"}
