@@ -1,0 +1,56 @@
+"""A module imports only from lower layers of the package (CONTRIBUTING.md has the reasons)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYERS = {
+    "errors": 0,
+    "configuration_vit_scratch": 0,
+    "modeling_vit_scratch": 1,
+    "data": 1,
+    "augmentation": 1,
+    "metrics": 1,
+    "arguments": 1,
+    "trainer": 2,
+}
+PACKAGE = Path(__file__).parents[1] / "src" / "hf_vit_scratch"
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of the package that a module imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1
+            assert node.module is not None, "the Hub does not follow `from . import x`"
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.startswith("hf_vit_scratch") for name in names), "import with one leading dot"
+    return found
+
+
+def test_every_module_has_a_layer():
+    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_module_imports_downwards(module):
+    assert all(LAYERS[imported] < LAYERS[module] for imported in own_imports(module))
+
+
+def test_model_files_stand_alone():
+    assert own_imports("configuration_vit_scratch") == set()
+    assert own_imports("modeling_vit_scratch") == {"configuration_vit_scratch"}
+
+
+def test_importing_the_package_imports_nothing_for_training():
+    code = "import sys, hf_vit_scratch; print({'accelerate', 'datasets', 'evaluate', 'matplotlib'} & set(sys.modules))"
+
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+
+    assert (done.stdout.strip(), done.stderr.strip()) == ("set()", "")

@@ -1,0 +1,43 @@
+import doctest
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hf_vit_scratch
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_wheel_builds_and_imports_elsewhere(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    subprocess.run([*build, "--wheel-dir", tmp_path, ROOT], check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "elsewhere")
+
+    code = "import hf_vit_scratch; print(hf_vit_scratch.__file__, hf_vit_scratch.ViTScratchConfig().grid_size)"
+    env_path = str(tmp_path / "elsewhere")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {env_path!r}); {code}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+    assert "hf_vit_scratch/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests", "recipes", "train")) for name in names)
+    assert done.stdout.split(maxsplit=1) == [f"{env_path}/hf_vit_scratch/__init__.py", "(14, 14)\n"], done.stderr
+
+
+@pytest.mark.parametrize("module", ["configuration_vit_scratch", "modeling_vit_scratch", "metrics"])
+def test_examples_in_docstrings(module):
+    imported = importlib.import_module(f"hf_vit_scratch.{module}")
+    names = {"ViTScratchConfig": hf_vit_scratch.ViTScratchConfig}
+
+    result = doctest.testmod(imported, extraglobs=names)
+
+    assert (result.failed, result.attempted > 0) == (0, True)

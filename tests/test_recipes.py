@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+
+from hf_vit_scratch.arguments import (
+    AugmentationArguments,
+    DataArguments,
+    ModelArguments,
+    ViTTrainingArguments,
+    model_config,
+    parse_recipe,
+)
+from hf_vit_scratch.augmentation import build_augmentation
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+TYPES = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_describes_a_model_and_a_training(recipe):
+    (model, data, augmentation, training), _ = parse_recipe(TYPES, [str(recipe)], recipe)
+
+    config = model_config(model, [str(label) for label in range(10)])
+    build_augmentation(config.image_height_width, **vars(augmentation))
+    assert training.output_dir == f"runs/{recipe.stem}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_states_its_command_result_and_cost(recipe):
+    header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+
+    for word in ("Command", "Result", "Cost"):
+        assert any(line.startswith(f"# {word}") for line in header), word
+    assert f"python train.py recipes/{recipe.name}" in "\n".join(header) or recipe.stem == "digits"

@@ -1,0 +1,176 @@
+"""`train.py` as a user runs it, and its results as a user uses them."""
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+
+from hf_vit_scratch.data import load_digits
+from hf_vit_scratch.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+
+SMALL = ["--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--use_cpu", "true",
+         "--disable_tqdm", "true"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A short run on the digits: its folder and metrics."""
+    output_dir = tmp_path_factory.mktemp("run")
+    argv = [*SMALL, "--output_dir", str(output_dir), "--num_train_epochs", "12", "--warmup_steps", "0.1"]
+    return output_dir, train.main([*argv, "--learning_rate", "4e-3", "--save_steps", "0.5", "--eval_steps", "0.5"])
+
+
+@pytest.fixture
+def digit():
+    """A test image of the digits and its label."""
+    row = load_digits()["test"][0]
+    return row["image"], str(row["label"])
+
+
+def test_run_learns(run):
+    assert run[1]["test_accuracy"] > 0.6  # one in ten by chance; the recipe itself goes much further
+
+
+def test_run_leaves_its_results(run):
+    output_dir, metrics = run
+
+    assert json.loads((output_dir / "metrics.json").read_text()) == metrics
+    text = (output_dir / "recipe.yaml").read_text()
+    assert text.startswith("# python train.py --hidden_size 32")
+    assert yaml.safe_load(text) | {"hidden_size": 32, "data": "digits", "learning_rate": 0.004} == yaml.safe_load(text)
+    assert {"model.safetensors", "config.json", "preprocessor_config.json"} <= {p.name for p in output_dir.iterdir()}
+
+
+def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):
+    again = train.main([str(run[0] / "recipe.yaml"), "--output_dir", str(tmp_path)])
+
+    assert again["test_loss"] == run[1]["test_loss"]
+    assert (tmp_path / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+
+
+def test_model_loads_by_the_auto_classes(run):
+    model = AutoModelForImageClassification.from_pretrained(run[0])
+    digits = load_digits()["test"]
+    pixel_values = AutoImageProcessor.from_pretrained(run[0])(digits["image"][:], return_tensors="pt")["pixel_values"]
+
+    with torch.no_grad():
+        predicted = model(pixel_values).logits.argmax(1)
+
+    assert (predicted.numpy() == np.asarray(digits["label"])).mean() == pytest.approx(run[1]["test_accuracy"])
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_pipeline_takes_images_of_every_mode(run, digit, mode):
+    image, label = digit
+    classify = pipeline("image-classification", model=str(run[0]), device="cpu")
+
+    answers = classify(image.convert(mode))
+
+    assert answers[0]["label"] == label
+    assert answers == classify(image)
+
+
+def test_pipeline_takes_a_path_and_a_url(run, digit, tmp_path):
+    image, label = digit
+    image.save(tmp_path / "digit.png")
+    classify = pipeline("image-classification", model=str(run[0]), device="cpu")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    from_path = classify(str(tmp_path / "digit.png"))
+    from_url = classify(f"http://127.0.0.1:{server.server_port}/digit.png")
+    server.shutdown()
+    server.server_close()
+
+    assert from_path == from_url == classify(image)
+    assert from_path[0]["label"] == label
+
+
+def test_feature_pipeline_gives_the_vector_that_the_classifier_reads(run, digit):
+    extract = pipeline("image-feature-extraction", model=str(run[0]), device="cpu", pool=True)
+    model = AutoModelForImageClassification.from_pretrained(run[0])
+    pixel_values = AutoImageProcessor.from_pretrained(run[0])(digit[0], return_tensors="pt")["pixel_values"]
+
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(run[0])(pixel_values).pooler_output
+        logits = model(pixel_values).logits
+        from_features = model.classifier(torch.tensor(extract(digit[0])))
+
+    assert extract(digit[0]) == expected.tolist()
+    assert torch.equal(from_features, logits)
+
+
+def test_folder_of_photographs_trains(class_folders, tmp_path):
+    recipe = str(ROOT / "recipes" / "cifar10_cpu.yaml")
+    where = ["--data", str(class_folders), "--output_dir", str(tmp_path / "run")]
+    short = ["--max_steps", "3", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
+    metrics = train.main([recipe, *where, *SMALL, *short, "--num_attention_heads", "4", "--image_size", "16", "24"])
+
+    assert metrics["test_top5_accuracy"] == 1  # two classes
+    labels = AutoModelForImageClassification.from_pretrained(tmp_path / "run").config.id2label
+    assert labels == {0: "flower", 1: "temple"}
+    classify = pipeline("image-classification", model=str(tmp_path / "run"), device="cpu")
+    assert {answer["label"] for answer in classify(Image.new("RGB", (64, 48)))} == {"flower", "temple"}
+
+
+def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):
+    argv = [*SMALL, "--save_strategy", "epoch", "--eval_strategy", "no", "--num_train_epochs", "2"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    expected = train.main([*argv, "--output_dir", str(whole)])
+    stopped.mkdir()
+    (whole / "checkpoint-11").rename(stopped / "checkpoint-11")  # as if the run had been stopped after one epoch
+
+    resumed = train.main([*argv, "--output_dir", str(stopped), "--resume_from_checkpoint", "true"])
+
+    assert resumed["test_loss"] == expected["test_loss"]
+    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_folder_of_a_finished_run_is_not_overwritten(run):
+    before = (run[0] / "model.safetensors").read_bytes()
+
+    with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten"):
+        train.main(["--output_dir", str(run[0])])
+    assert (run[0] / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning_rat", "1"], "unknown flag --learning_rat. Did you mean --learning_rate?"),
+        (["--image_size", "9"], "image_size (height 9) must be divisible by patch_size (height 2)."),
+        (["recipes/none.yaml"], "recipes/none.yaml: the recipe cannot be read (No such file or directory)."),
+    ],
+)
+def test_mistake_ends_in_one_line_and_exit_code_2(argv, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith(f"train.py: error: {message}")
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_the_flags():
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0
+    for flag in ("--patch_size", "--data ", "--horizontal_flip_prob", "--learning_rate"):
+        assert flag in done.stdout
