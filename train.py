@@ -29,8 +29,8 @@ from hf_vit_scratch.arguments import (
 )
 from hf_vit_scratch.augmentation import build_augmentation
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
-from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.metrics import compute_metrics, rank_top5
+from hf_vit_scratch.errors import UserError, blame_the_user
+from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, rank_top5
 from hf_vit_scratch.trainer import ViTTrainer
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
@@ -48,7 +48,10 @@ def main(argv: list[str]) -> dict[str, float]:
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     checkpoint = resolve_checkpoint(training_args)
-    set_seed(training_args.seed)  # before the model exists: its first weights are part of the run
+    if (metric := training_args.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
+        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
+    with blame_the_user():
+        set_seed(training_args.seed)  # before the model exists: its first weights are part of the run
 
     # 2. Data
     splits = load_splits(**vars(data_args), seed=training_args.seed)
@@ -57,21 +60,23 @@ def main(argv: list[str]) -> dict[str, float]:
     # 3. Model
     config = model_config(model_args, label_names)
     height, width = config.image_height_width
+    augment = build_augmentation((height, width), **vars(augmentation_args))
     image_processor = ViTImageProcessor(size={"height": height, "width": width}, do_convert_rgb=True)
-    model = ViTScratchForImageClassification(config)
+    with blame_the_user():
+        model = ViTScratchForImageClassification(config)
 
     # 4. Trainer
-    augment = build_augmentation((height, width), **vars(augmentation_args))
     data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-    trainer = ViTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=ImageClassificationDataset(splits["train"], image_processor, augment, data_seed),
-        eval_dataset=ImageClassificationDataset(splits["validation"], image_processor),
-        processing_class=image_processor,  # saved beside the weights, so that a pipeline prepares images as we did
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=rank_top5,
-    )
+    with blame_the_user():
+        trainer = ViTTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=ImageClassificationDataset(splits["train"], image_processor, augment, data_seed),
+            eval_dataset=ImageClassificationDataset(splits["validation"], image_processor),
+            processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=rank_top5,
+        )
     logger.info(
         "%.2fM parameters; %s; %d classes; training on %s",
         model.num_parameters() / 1e6,
@@ -81,7 +86,8 @@ def main(argv: list[str]) -> dict[str, float]:
     )
 
     # 5. Train; a run is resumed when the user says so, never by a guess
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with blame_the_user(until=lambda: trainer.has_started):
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()  # before the test split is read, so that nothing there can lose the run
 
     # 6. Report, once, on the test split

@@ -51,6 +51,7 @@ translation: 0.25
 load_best_model_at_end: false
 lr_scheduler_type: cosine_with_min_lr
 lr_scheduler_kwargs: {min_lr: 0.5}
+eval_strategy: no
 """
     (model, _, augmentation, training), _ = parse(recipe, "--patch_size", "8")
 
@@ -58,10 +59,18 @@ lr_scheduler_kwargs: {min_lr: 0.5}
     assert (model.position_embedding_type, model.classifier_hidden_size) == ("rope2d", None)
     assert augmentation.translation == 0.25
     assert (training.load_best_model_at_end, training.lr_scheduler_kwargs) == (False, {"min_lr": 0.5})
+    assert training.eval_strategy == "no"  # not the False of YAML 1.1
 
 
 def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse):
-    argv = ("--learning_rate", "2e-3", "--no_load_best_model_at_end", "--per-device-train-batch-size=16")
+    argv = (
+        "--resume_from_checkpoint",
+        "x",
+        "--learning_rate",
+        "2e-3",
+        "--no_load_best_model_at_end",
+        "--per-device-train-batch-size=16",
+    )
     first, resolved = parse("learning_rate: 1e-3\nimage_size: 32\nbf16: false\nlr_scheduler_type: linear", *argv)
 
     again, resolved_again = parse(resolved)
@@ -92,10 +101,10 @@ def test_data_without_a_recipe_is_refused(tmp_path):
     [
         ("learning_rat: 1", [], r"recipe\.yaml: unknown key 'learning_rat'\. Did you mean learning_rate\?"),
         ("xyzzy: 1", [], r"recipe\.yaml: unknown key 'xyzzy'\. Run train\.py --help for the known ones"),
-        ("1: 1", [], r"recipe\.yaml: unknown key 1\."),
+        ("1: 1", [], r"recipe\.yaml: unknown key '1'\."),
         ("learning_rate: fast", [], r"argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         ("- a\n- b", [], r"recipe\.yaml: a recipe must be lines of `key: value`, got list"),
-        ("", [], r"a recipe must be lines of `key: value`, got NoneType"),
+        ("", [], r"a recipe must be lines of `key: value`, got (NoneType|str)"),
         ("a: [", [], r"recipe\.yaml: the recipe is no YAML"),
         ("seed: 1", ["--learning_rat", "1"], r"unknown flag --learning_rat\. Did you mean --learning_rate\?"),
         ("seed: 1", ["--num_train_epochs", "many"], r"argument --num_train_epochs.*invalid float value: 'many'"),
@@ -125,7 +134,7 @@ def test_recipe_that_is_not_there_is_refused(tmp_path):
 
 
 def test_recipe_cannot_run_code(parse, tmp_path):
-    with pytest.raises(UserError, match=r"the recipe is no YAML"):
+    with pytest.raises(UserError, match=r"argument --seed: invalid int value"):
         parse(f"seed: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
     assert not (tmp_path / "made").exists()
 
@@ -166,11 +175,24 @@ def test_new_or_empty_folder_starts_a_run(tmp_path):
 
 
 def test_resume_takes_the_newest_checkpoint(tmp_path):
-    for step in (9, 10):
+    for step in (9, 10, 11):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 11:  # the last was cut off while it was being saved
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
 
     assert resolve_checkpoint(args) == str(tmp_path / "checkpoint-10")
+
+
+def test_checkpoint_of_another_run_does_not_continue_into_this_ones_folder(tmp_path):
+    for run in ("a", "b"):
+        (tmp_path / run / "checkpoint-9").mkdir(parents=True)
+        (tmp_path / run / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    theirs, ours, new = str(tmp_path / "b" / "checkpoint-9"), str(tmp_path / "a"), str(tmp_path / "new")
+
+    with pytest.raises(UserError, match=r"a is not empty, and a run is never overwritten"):
+        resolve_checkpoint(ViTTrainingArguments(output_dir=ours, resume_from_checkpoint=theirs))
+    assert resolve_checkpoint(ViTTrainingArguments(output_dir=new, resume_from_checkpoint=theirs)) == theirs
 
 
 @pytest.mark.parametrize("folder", [".", "new"])

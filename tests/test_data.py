@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -85,6 +85,17 @@ def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_
         assert sorted(np.bincount(splits["train"]["label"])) == [8, 8]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
+def test_numbers_can_be_labels(tmp_path, dtype):
+    pictures = [Image.new("L", (2, 2), number) for number in range(20)]
+    features = Features({"image": ImageFeature(), "label": Value(dtype)})
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=[0, 1] * 10)
+
+    splits = load_splits(str(tmp_path))
+
+    assert splits["train"].features["label"].names == (["False", "True"] if dtype == "bool" else ["0", "1"])
+
+
 def test_splits_are_cut_with_the_same_share_of_every_class_and_without_overlap(tmp_path):
     pictures = [Image.new("L", (2, 2), number) for number in range(200)]
     labels = [0] * 150 + [1] * 50
@@ -95,17 +106,41 @@ def test_splits_are_cut_with_the_same_share_of_every_class_and_without_overlap(t
 
     ids = {name: [image.getpixel((0, 0)) for image in rows["image"]] for name, rows in first.items()}
     assert {name: np.bincount(rows["label"]).tolist() for name, rows in first.items()} == {
-        "train": [108, 36], "validation": [30, 10], "test": [12, 4]
+        "train": [105, 35], "validation": [30, 10], "test": [15, 5]
     }  # fmt: skip
     assert sorted(sum(ids.values(), [])) == list(range(200))
     assert ids["test"] == [image.getpixel((0, 0)) for image in again["test"]["image"]]
     assert ids["test"] != [image.getpixel((0, 0)) for image in other["test"]["image"]]
 
 
-def test_few_images_still_give_every_class_to_every_split(class_folders):
-    splits = load_splits(str(class_folders), validation_fraction=0.01, test_fraction=0.01)
+def test_rare_class_is_in_every_split(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["often", "rarely"])})
+    pictures = [Image.new("L", (2, 2), number) for number in range(203)]
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=[0] * 200 + [1] * 3)
 
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 20, "validation": 2, "test": 2}
+    splits = load_splits(str(tmp_path), validation_fraction=0.05, test_fraction=0.05)
+
+    counts = {name: np.bincount(rows["label"]).tolist() for name, rows in splits.items()}
+    assert counts == {"train": [180, 1], "validation": [10, 1], "test": [10, 1]}
+
+
+def test_fraction_that_leaves_too_little_is_refused(class_folders):
+    with pytest.raises(UserError, match=r"the class 'flower' has too few images to cut .*: one is left"):
+        load_splits(str(class_folders), validation_fraction=0.99)
+
+
+@pytest.mark.parametrize("split", ["validation_split", "test_split"])
+def test_no_split_serves_two_purposes(split):
+    with pytest.raises(UserError, match=r"train, validation and test must be different splits"):
+        load_splits("digits", **{split: "train"})
+
+
+def test_split_to_train_on_is_not_reported_on_too():
+    splits = load_splits("digits", train_split="test")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 280, "validation": 40, "test": 40}
+    pictures = [{np.asarray(image).tobytes() for image in rows["image"]} for rows in splits.values()]
+    assert not pictures[0] & pictures[2]
 
 
 def test_test_split_without_labels_is_not_used(tmp_path, photographs):
@@ -171,6 +206,36 @@ def test_single_class_is_refused(class_folders):
         load_splits(str(class_folders))
 
 
+@pytest.mark.parametrize("names", [("train2017", "val2017"), ("trian", "val")])
+def test_splits_of_unknown_names_are_not_taken_for_classes(tmp_path, photographs, names):
+    for folder in (f"{split}/{name}" for split in names for name in ("cat", "dog")):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(
+        UserError, match=r"hold folders, not images\. If they are splits, name them train, val and test"
+    ):
+        load_splits(str(tmp_path))
+
+
+def test_splits_without_a_train_folder_are_refused(tmp_path, photographs):
+    for folder in ("val/cat", "val/dog", "test/cat", "test/dog"):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(UserError, match=r"there is no folder train beside test, val\. Add or rename it"):
+        load_splits(str(tmp_path))
+
+
+def test_class_may_be_called_train(tmp_path, photographs):
+    for name in ("car", "train", "plane"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            photographs[0].resize((8, 8)).save(tmp_path / name / f"{number}.png")
+
+    assert load_splits(str(tmp_path))["train"].features["label"].names == ["car", "plane", "train"]
+
+
 def test_empty_class_folder_is_refused(class_folders):
     (class_folders / "nothing").mkdir()
 
@@ -193,7 +258,7 @@ def test_class_with_one_image_is_refused(class_folders, photographs):
     (class_folders / "rare").mkdir()
     photographs[0].save(class_folders / "rare" / "1.jpg")
 
-    with pytest.raises(UserError, match=r"the class 'rare' has one image left, too few"):
+    with pytest.raises(UserError, match=r"the class 'rare' has too few images to cut a validation and a test split"):
         load_splits(str(class_folders))
 
 
@@ -207,7 +272,7 @@ def test_file_that_is_no_image_is_named_before_training(class_folders, content):
 
 def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor):
     for file in class_folders.glob("*/*.jpg"):
-        file.write_bytes(file.read_bytes()[:1500])
+        file.write_bytes(file.read_bytes()[:-100])
     dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
 
     with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
@@ -216,13 +281,22 @@ def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor
 
 def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
     for file in class_folders.glob("*/*.jpg"):
-        file.write_bytes(file.read_bytes()[:1500])
+        file.write_bytes(file.read_bytes()[:-100])
     dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
 
     with pytest.raises(
         UserError, match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\.$"
     ):
         next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
+
+
+def test_missing_image_is_named(tmp_path, photographs, image_processor):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "a.parquet", features, image=[None] * 20, label=[0, 1] * 10)
+    dataset = ImageClassificationDataset(load_splits(str(tmp_path))["train"], image_processor)
+
+    with pytest.raises(UserError, match=r"^image 3 is missing: its row holds no image"):
+        dataset[3]
 
 
 @pytest.mark.parametrize(
@@ -271,9 +345,10 @@ def test_label_that_is_no_class_is_refused(tmp_path, photographs):
         load_splits(str(tmp_path))
 
 
-def test_train_rows_without_labels_are_refused(tmp_path, photographs):
+@pytest.mark.parametrize("label", [-1, None])
+def test_train_rows_without_labels_are_refused(tmp_path, photographs, label):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0, -1])
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0, label])
 
     with pytest.raises(UserError, match=r"the split 'train' has rows without a label"):
         load_splits(str(tmp_path))
@@ -378,10 +453,3 @@ def test_augmentation_leaves_the_global_generator_alone(augmented):
     dataset[3]
 
     assert torch.equal(torch.rand(4), expected)
-
-
-def test_columns_and_splits_of_the_source_are_left_alone():
-    digits = load_digits()
-
-    assert isinstance(digits, DatasetDict)
-    assert set(digits) == {"train", "test"}

@@ -16,9 +16,10 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
     subprocess.run([*build, "--wheel-dir", tmp_path, ROOT], check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target"]
+    subprocess.run([*install, tmp_path / "elsewhere", wheel], check=True, capture_output=True, timeout=120)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        archive.extractall(tmp_path / "elsewhere")
 
     code = "import hf_vit_scratch; print(hf_vit_scratch.__file__, hf_vit_scratch.ViTScratchConfig().grid_size)"
     env_path = str(tmp_path / "elsewhere")

@@ -121,19 +121,45 @@ def test_folder_of_photographs_trains(class_folders, tmp_path):
     short = ["--max_steps", "3", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
     metrics = train.main([recipe, *where, *SMALL, *short, "--num_attention_heads", "4", "--image_size", "16", "24"])
 
-    assert metrics["test_top5_accuracy"] == 1  # two classes
+    assert metrics["epoch"] == 3  # one batch of the twenty images that remain for training each
     labels = AutoModelForImageClassification.from_pretrained(tmp_path / "run").config.id2label
     assert labels == {0: "flower", 1: "temple"}
     classify = pipeline("image-classification", model=str(tmp_path / "run"), device="cpu")
     assert {answer["label"] for answer in classify(Image.new("RGB", (64, 48)))} == {"flower", "temple"}
 
 
+def test_two_processes_train_one_model(tmp_path):
+    # Batches of equal sizes: accelerate fills the last ones up with images that it repeats.
+    argv = [*SMALL, "--max_steps", "15", "--eval_strategy", "no", "--save_strategy", "no"]  # into the second epoch
+    argv += ["--dataloader_drop_last", "true", "--per_device_eval_batch_size", "60"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
+    where = ["--output_dir", tmp_path / "two", "--per_device_train_batch_size", "64"]
+    done = subprocess.run([*launch, *argv, *where], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    one = train.main([*argv, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "128"])
+
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert two["test_loss"] == pytest.approx(one["test_loss"], abs=1e-4)
+    assert two["epoch"] == one["epoch"]
+
+
 def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):
-    argv = [*SMALL, "--save_strategy", "epoch", "--eval_strategy", "no", "--num_train_epochs", "2"]
+    argv = [
+        *SMALL,
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "8",
+        "--eval_strategy",
+        "no",
+        "--num_train_epochs",
+        "2",
+    ]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     expected = train.main([*argv, "--output_dir", str(whole)])
     stopped.mkdir()
-    (whole / "checkpoint-11").rename(stopped / "checkpoint-11")  # as if the run had been stopped after one epoch
+    (whole / "checkpoint-16").rename(stopped / "checkpoint-16")  # as if stopped within the second of 11-step epochs
 
     resumed = train.main([*argv, "--output_dir", str(stopped), "--resume_from_checkpoint", "true"])
 
@@ -155,6 +181,7 @@ def test_folder_of_a_finished_run_is_not_overwritten(run):
         (["--learning_rat", "1"], "unknown flag --learning_rat. Did you mean --learning_rate?"),
         (["--image_size", "9"], "image_size (height 9) must be divisible by patch_size (height 2)."),
         (["recipes/none.yaml"], "recipes/none.yaml: the recipe cannot be read (No such file or directory)."),
+        (["--metric_for_best_model", "acc"], "metric_for_best_model must be one of loss, accuracy, top5_accuracy"),
     ],
 )
 def test_mistake_ends_in_one_line_and_exit_code_2(argv, message, tmp_path):
@@ -166,6 +193,36 @@ def test_mistake_ends_in_one_line_and_exit_code_2(argv, message, tmp_path):
     assert done.stderr.strip().splitlines()[-1].startswith(f"train.py: error: {message}")
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--attn_implementation", "fast"], r"`attn_implementation=\"fast\"`"),
+        (["--seed=-1"], r"seed|Seed"),
+        (["--learning_rate=-1"], r"Invalid learning rate: -1"),
+        (["--per_device_train_batch_size", "0"], r"batch_size should be a positive integer"),
+        (["--dataloader_num_workers=-1"], r"num_workers"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], r"min_lr"),
+        (["--report_to", "somewhere"], r"somewhere"),
+        (["--data_config", "x", "--train_split", "all"], r"there is no split 'all'"),
+    ],
+)
+def test_value_that_a_library_refuses_is_the_users_mistake(argv, message, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        train.main([*SMALL, "--output_dir", str(tmp_path / "run"), *argv])
+    assert "\n" not in str(error.value)
+
+
+def test_error_within_training_keeps_its_type(tmp_path, monkeypatch):
+    def fail(self, model, inputs, *args):
+        self._logged_time = 0.0
+        raise ValueError("a fault of the program")
+
+    monkeypatch.setattr(train.ViTTrainer, "training_step", fail)
+    with pytest.raises(ValueError, match=r"a fault of the program") as error:
+        train.main([*SMALL, "--output_dir", str(tmp_path)])
+    assert not isinstance(error.value, UserError)
 
 
 def test_help_lists_the_flags():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.arguments import ViTTrainingArguments
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.metrics import compute_metrics, rank_top5
 from hf_vit_scratch.trainer import ViTTrainer
 
@@ -131,7 +132,7 @@ def test_checkpoint_with_other_tensors_is_refused(fault, tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
 
     message = r"Missing: .*layers\.1\.mlp\.fc2\.bias" if fault == "missing" else r"unexpected: .*encoder\.layer\.1"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
@@ -151,7 +152,7 @@ def test_accumulated_batches_train_as_one_large_batch_does(multi_label, tmp_path
 
 
 def test_two_processes_train_as_one_does(tmp_path):
-    # The evaluation batches divide the 16 images: the stock Trainer's mean loss weighs a shorter last batch otherwise.
+    # Batches of equal sizes: accelerate fills the last ones up with images that it repeats.
     script, output = Path(__file__).with_name("two_processes.py"), tmp_path / "two.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -208,13 +209,14 @@ def test_eight_real_images_are_memorised(tmp_path, photographs):
 def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
     clock = iter(range(10_000))
     monkeypatch.setattr("hf_vit_scratch.trainer.time.perf_counter", lambda: next(clock))  # a second at every look
-    trainer = make_trainer(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer = make_trainer(tmp_path, max_steps=2, per_device_train_batch_size=18, eval_strategy="steps", eval_steps=1)
 
     trainer.train()
 
-    # Looks at the clock: start 0, log 1, evaluation 2 to 3, log 4. So 8 images in 1 second, then 8 in 3 less 1.
+    # Looks at the clock: start 0, log 1, evaluation 2 to 3, log 4. So 18 images in 1 second, then the other 6 of the
+    # 24 in 3 less 1.
     rates = [logs["images_per_second"] for logs in trainer.state.log_history if "loss" in logs]
-    assert rates == [8.0, 4.0]
+    assert rates == [18.0, 3.0]
 
 
 def test_images_are_not_dropped_as_unused_columns(tmp_path):

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, ViTScratchConfig
-from .errors import UserError
+from .errors import UserError, blame_the_user
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -88,10 +88,6 @@ class ViTTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
     logging_nan_inf_filter: bool = _flag(False, "Hide losses that are not finite from the log.")
-    # The stock default warns at every pass over the data where there is no accelerator to pin memory for.
-    dataloader_pin_memory: bool = field(
-        default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory; where there is an accelerator."}
-    )
     eval_strategy: str = _flag("epoch", "When to evaluate: no, steps, epoch.")
     save_strategy: str = _flag("epoch", "When to save a checkpoint: no, steps, epoch, best.")
     save_total_limit: int | None = _flag(2, "Number of checkpoints to keep; the best one always is.")
@@ -99,6 +95,13 @@ class ViTTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = _flag("accuracy", "Validation metric that says which model is best.")
     optim: str = _flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            # Without this, processes that torchrun starts do not find each other, and each would train alone.
+            self.use_cpu = True
+            self.dataloader_pin_memory = False  # it would only warn
+        super().__post_init__()
 
 
 class RecipeParser(HfArgumentParser):
@@ -149,7 +152,7 @@ def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_re
     known = [field.name for dataclass_type in dataclass_types for field in fields(dataclass_type)]
     for key in recipe:
         if key not in known:
-            raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(str(key), known)}")
+            raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(key, known)}")
     for argument in argv:
         name = argument.removeprefix("--").split("=")[0].replace("-", "_")
         if (
@@ -162,14 +165,10 @@ def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_re
 
     # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
     recipe_argv = [argument for key, value in recipe.items() for argument in _as_arguments(key, value)]
-    try:
-        # Each alone first, for an error that names the one at fault, and for the resolved recipe.
-        given = _explicit(parser, recipe_argv) | _explicit(parser, argv)
+    given = _explicit(parser, recipe_argv) | _explicit(parser, argv)
+    with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
-    except UserError:
-        raise
-    except (ValueError, TypeError, ImportError, OSError) as error:  # TrainingArguments checks its values itself
-        raise UserError(" ".join(str(error).split())) from error
+    given.pop("resume_from_checkpoint", None)  # the resolved recipe starts a run afresh
     return list(parsed), yaml.safe_dump({name: given[name] for name in known if name in given}, sort_keys=False)
 
 
@@ -188,7 +187,7 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratch
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
     try:
         return ViTScratchConfig.from_variant(variant, **given) if variant else ViTScratchConfig(**given)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # already in our own words
         raise UserError(str(error)) from error
 
 
@@ -201,29 +200,33 @@ def resolve_checkpoint(args: TrainingArguments) -> str | None:
         UserError: `output_dir` holds a run that is not to be continued, or there is no checkpoint to continue from.
     """
     output_dir = Path(args.output_dir or "trainer_output")
-    wanted = args.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-            raise UserError(
-                f"{output_dir} is not empty, and a run is never overwritten. Continue it with "
-                "--resume_from_checkpoint true, choose another --output_dir, or delete it."
-            )
-        return None
-    if str(wanted).lower() == "true":
-        checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
-        if checkpoint is None:
+    wanted = str(args.resume_from_checkpoint or "false")
+    if wanted.lower() == "true":
+        # The Trainer writes this file last, so a folder without it was cut off while it was being saved.
+        complete = [state.parent for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
+        if not complete:
             raise UserError(
                 f"{output_dir} holds no checkpoint to resume from. Start without --resume_from_checkpoint."
             )
-        return checkpoint
-    if not (Path(wanted) / "trainer_state.json").is_file():
+        return str(max(complete, key=lambda folder: int(folder.name.rpartition("-")[2])))
+
+    checkpoint = None if wanted.lower() == "false" else Path(wanted)
+    if checkpoint is not None and not (checkpoint / "trainer_state.json").is_file():
         raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
-    return str(wanted)
+    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
+        return str(checkpoint)
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise UserError(
+            f"{output_dir} is not empty, and a run is never overwritten. Continue it with "
+            "--resume_from_checkpoint true, choose another --output_dir, or delete it."
+        )
+    return None if checkpoint is None else str(checkpoint)
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as text: the flags' own types read the values, so that `1e-3` is a number and `no` is a word."""
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"{path}: the recipe cannot be read ({error.strerror}).") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -234,7 +237,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _as_arguments(key: str, value: Any) -> list[str]:
-    if value is None:
+    if value in ("", "~", "null"):
         return []  # the default
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]

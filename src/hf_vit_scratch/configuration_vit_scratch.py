@@ -46,8 +46,9 @@ class ViTScratchConfig(PreTrainedConfig):
             `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
         hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
-        drop_path_rate: Stochastic depth: the probability that the last layer's branches are skipped, per image; it
-            grows linearly from 0 in the first layer (Huang et al. 2016, https://arxiv.org/abs/1603.09382, eq. 4).
+        drop_path_rate: Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382): the probability that
+            each of the last layer's branches is skipped, per image. It grows linearly with depth, and as in timm from
+            0 in the first layer.
         position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
             and, beside them, axial rotary positions on queries and keys.
         qk_norm: Whether queries and keys are RMS-normalised per head.
@@ -67,6 +68,7 @@ class ViTScratchConfig(PreTrainedConfig):
     """
 
     model_type = "vit_scratch"
+    keys_to_ignore_at_inference = ["hidden_states", "attentions"]  # the Trainer would gather them in an evaluation
 
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
@@ -164,7 +166,6 @@ class ViTScratchConfig(PreTrainedConfig):
             TypeError: A field has the wrong type.
             ValueError: A field, or a combination of fields, is impossible.
         """
-        super().validate()  # type: ignore[misc]  # made by the base class's @strict decorator
         # Imported here: the activations bring in torch, which is not needed to read a configuration's class.
         from transformers.activations import ACT2FN
 

@@ -17,7 +17,9 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from PIL import Image
+from pyarrow import types
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
@@ -25,15 +27,13 @@ from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Decoded training images are kept up to this many bytes per process: all of CIFAR-10, none of ImageNet to speak of.
+# Decoded images are kept up to this many bytes per split: all of CIFAR-10, none of ImageNet to speak of.
 DECODED_BYTES_KEPT = 512 * 2**20
-# What Pillow raises for a file that is no image, or a damaged one, or one of absurd size.
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
-    "test": ("test",),
+    "test": ("test", "testing"),
 }
 
 
@@ -80,24 +80,26 @@ def load_splits(
         )
     source = _rename_columns(data, source, image_column, label_column, train_split)
 
+    wanted = {"train": train_split, "validation": validation_split, "test": test_split}
+    chosen = [split for split in wanted.values() if split is not None]
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"{data}: train, validation and test must be different splits, got {wanted}.")
     train = source[train_split]
+    counts = np.bincount(train["label"], minlength=train.features["label"].num_classes)
     splits = {}
-    for name, wanted in (("validation", validation_split), ("test", test_split)):
-        if wanted is not None and wanted not in source:
-            raise UserError(
-                f"{data}: there is no split {wanted!r}, only {sorted(source)}. Choose with --{name}_split."
-            )
-        found = wanted or next((alias for alias in SPLIT_FOLDERS[name] if alias in source), None)
-        if found in (validation_split, test_split) and wanted is None:
-            found = None  # the user has given this split the other part
-        if found is not None and min(source[found]["label"], default=-1) < 0:
-            logger.warning("%s: the split %r has rows without a label and is not used.", data, found)
-            found = None
-        if found is not None:
-            splits[name] = source[found]
+    for name, fraction in (("validation", validation_fraction), ("test", test_fraction)):
+        split = wanted[name]
+        if split is None:  # the source's own, unless the user has given it another part
+            split = next((alias for alias in SPLIT_FOLDERS[name] if alias in source and alias not in chosen), None)
+        elif split not in source:
+            raise UserError(f"{data}: there is no split {split!r}, only {sorted(source)}. Choose with --{name}_split.")
+        if split is not None and _has_unlabelled(source[split]):
+            logger.warning("%s: the split %r has rows without a label and is not used.", data, split)
+            split = None
+        if split is not None:
+            splits[name] = source[split]
         else:
-            fraction = validation_fraction if name == "validation" else test_fraction
-            train, splits[name] = _cut(data, train, fraction, seed)
+            train, splits[name] = _cut(data, train, np.maximum(1, np.rint(fraction * counts).astype(int)), seed)
             logger.info(
                 "%s: %d of the training images (%g%%) cut for %s", data, len(splits[name]), 100 * fraction, name
             )
@@ -122,26 +124,29 @@ def load_digits() -> DatasetDict:
     return rows.train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
 
 
-def decode_image(row: dict[str, Any], name: str) -> Image.Image:
+def decode_image(row: dict[str, Any] | None, name: str) -> Image.Image:
     """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
 
     Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
 
     Args:
-        row: `path` and `bytes` of the image, either of which may be None: `datasets.Image(decode=False)`.
+        row: `path` and `bytes` of the image, one of which may be None: `datasets.Image(decode=False)`.
         name: Names the image in an error where it has no path.
 
     Raises:
         UserError: It cannot be decoded.
     """
-    path = row["path"]
+    path, content = (None, None) if row is None else (row["path"], row["bytes"])
+    if path is None and content is None:
+        raise UserError(f"{name} is missing: its row holds no image. Delete or fill the row.")
     try:
         with warnings.catch_warnings():
             # A palette with transparency, or slightly damaged EXIF data: the image is fine.
             warnings.simplefilter("ignore", UserWarning)
-            with Image.open(path if row["bytes"] is None else io.BytesIO(row["bytes"])) as image:
+            source: Any = path if content is None else io.BytesIO(content)
+            with Image.open(source) as image:
                 return load_image(image)
-    except UNREADABLE as error:
+    except Exception as error:  # Pillow's decoders raise many types on damaged data, even NotImplementedError
         raise _unreadable(path or name, error) from error
 
 
@@ -176,7 +181,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self._decoded_bytes = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's augmentation; accelerate's data loader calls this before each epoch."""
+        """Choose the epoch's augmentation; `ViTTrainer` calls this before each epoch."""
         self.epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -203,7 +208,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             if image is None:
                 image = decode_image(row, name=f"image {index}")
                 size = image.width * image.height * len(image.getbands())
-                if self._decoded_bytes + size <= DECODED_BYTES_KEPT:
+                # Not in worker processes: each would keep its own.
+                if self._decoded_bytes + size <= DECODED_BYTES_KEPT and get_worker_info() is None:
                     self._decoded[index] = image
                     self._decoded_bytes += size
             images.append(image)
@@ -254,7 +260,9 @@ def _load_class_folders(root: Path) -> DatasetDict:
         found = [folders[alias] for alias in aliases if alias in folders]
         if found:
             splits[name] = found[0]
-    if "train" not in splits:
+    if "train" not in splits or not any(path.is_dir() for path in splits["train"].iterdir()):
+        if splits and len(splits) == len(folders):
+            raise UserError(f"{root}: there is no folder train beside {', '.join(sorted(folders))}. Add or rename it.")
         splits = {"train": root}
 
     # The class names of train hold for all the splits.
@@ -268,6 +276,11 @@ def _load_class_folders(root: Path) -> DatasetDict:
             for file in sorted((folder / name).rglob("*"))
             if file.suffix.lower() in ImageFolder.EXTENSIONS and not file.name.startswith(".")
         ]
+        if files and all(file.parent.name not in names for file, _ in files):
+            raise UserError(
+                f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
+                "and test; if they are classes, put their images right into them."
+            )
         if not files:
             raise UserError(
                 f"{folder}: there are no images. The folder must hold one folder per class with images in it, such as "
@@ -297,7 +310,7 @@ def _check_header(file: Path) -> None:
     try:
         with Image.open(file):
             pass
-    except UNREADABLE as error:
+    except Exception as error:
         raise _unreadable(str(file), error) from error
 
 
@@ -340,15 +353,8 @@ def _rename_columns(
     source = source.rename_columns({image_column: "image", label_column: "label"})
     feature = source[train_split].features["label"]
     if not isinstance(feature, ClassLabel):
-        if getattr(feature, "dtype", None) not in (
-            "string",
-            "large_string",
-            "bool",
-            "int64",
-            "int32",
-            "int16",
-            "int8",
-        ):
+        kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_boolean)
+        if not isinstance(feature, datasets.Value) or not any(is_kind(feature.pa_type) for is_kind in kinds):
             raise UserError(
                 f"{data}: the column {label_column!r} must hold one class per image, but it holds {feature}."
             )
@@ -360,7 +366,7 @@ def _rename_columns(
             features=Features({"image": source[train_split].features["image"], "label": label}),
         )
         feature = label
-    if min(source[train_split]["label"], default=0) < 0:
+    if _has_unlabelled(source[train_split]):
         raise UserError(
             f"{data}: the split {train_split!r} has rows without a label. Choose another with --train_split."
         )
@@ -369,16 +375,25 @@ def _rename_columns(
     return source
 
 
-def _cut(data: str, train: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Cut a fraction from train, with the same share of every class, and at least one image of each."""
+def _has_unlabelled(rows: Dataset) -> bool:
+    return any(label is None or label < 0 for label in rows["label"])
+
+
+def _cut(data: str, train: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
+    """Cut `counts[c]` images of each class c from train, but leave it one.
+
+    `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
+    """
+    generator = np.random.default_rng(seed)
     labels = np.asarray(train["label"])
-    counts = np.bincount(labels, minlength=train.features["label"].num_classes)
-    for name, count in zip(train.features["label"].names, counts, strict=True):
-        if count == 1:
+    cut = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        rows = generator.permutation(np.flatnonzero(labels == label))
+        if len(rows) == 1:
             raise UserError(
-                f"{data}: the class {name!r} has one image left, too few to cut a validation and a test split from "
-                "the training images. Add images, or give splits of your own (folders train, validation, test)."
+                f"{data}: the class {train.features['label'].names[label]!r} has too few images to cut a validation "
+                "and a test split from the training images: one is left. Add images, or give splits of your own "
+                "(folders train, val and test)."
             )
-    size = max(round(fraction * len(train)), int((counts > 0).sum()))
-    parts = train.train_test_split(test_size=size, stratify_by_column="label", seed=seed)
-    return parts["train"], parts["test"]
+        cut[rows[: min(counts[label], len(rows) - 1)]] = True
+    return train.select(np.flatnonzero(~cut)), train.select(np.flatnonzero(cut))

@@ -1,5 +1,8 @@
 """The one exception by which the command line tells a user's mistake from a fault of the program."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """Something that the user gave cannot be used; the message says what must hold, what was given, what to do."""
@@ -7,3 +10,23 @@ class UserError(ValueError):
     def __init__(self, message: str):
         # A data loader's worker process hands an exception on as its whole traceback in text; keep its last line.
         super().__init__(str(message).rpartition("UserError: ")[2].strip())
+
+
+@contextmanager
+def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn what libraries raise for wrong values into a `UserError` of one line; for the time before training.
+
+    Args:
+        until: True from when on an error is no longer the user's mistake, and passes unchanged.
+
+    Raises:
+        UserError: A library has refused a value.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, OSError) as error:
+        if until():
+            raise
+        raise UserError(f"{' '.join(str(error).split())} ({type(error).__name__})") from error

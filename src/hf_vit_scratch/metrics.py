@@ -8,6 +8,8 @@ import numpy as np
 from torch import Tensor
 from transformers import EvalPrediction
 
+METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")  # of an evaluation; the loss is the Trainer's
+
 
 class TopKAccuracy(evaluate.Metric):
     """Share of images whose class is the first, or among the first five, of the model's ranking.

@@ -99,7 +99,8 @@ def rope2d_cos_sin(
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     y, x = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
-    frequencies = 2 * torch.pi / 100.0 ** torch.arange(0, 1, 4 / head_dim, device=like.device, dtype=dtype)  # (K / 4,)
+    exponents = torch.arange(head_dim // 4, device=like.device, dtype=dtype) * (4 / head_dim)
+    frequencies = 2 * torch.pi / 100.0**exponents  # (K / 4,)
     y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)
     x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)
     angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
@@ -386,6 +387,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         # transformers compares the shapes of all tensors with the file's, so load at the saved size, then change it.
         saved_config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
+        if saved_config.image_size == wanted_size:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         if config is None:
             kwargs["image_size"] = saved_config.image_size
         else:
@@ -441,9 +444,10 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         self.embeddings = ViTScratchEmbeddings(config)
-        last = max(1, config.num_hidden_layers - 1)
+        last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
-            ViTScratchLayer(config, config.drop_path_rate * depth / last) for depth in range(config.num_hidden_layers)
+            ViTScratchLayer(config, config.drop_path_rate * (depth / last if last else 1))
+            for depth in range(config.num_hidden_layers)
         )
         # Pre-LN leaves the residual stream unnormalised; [1] eq. 4.
         self.layernorm = (
@@ -510,7 +514,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self, hidden_states: Tensor, attention_mask: Tensor | None, eager: bool
     ) -> Tensor | BlockMask | None:
         """What the attention function takes for the (B, N) mask and for causality; None where nothing is masked."""
-        if attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape != hidden_states.shape[:2]:
+        # A mask of four axes is taken as prepared for the attention function; transformers' masks allow that.
+        if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have one entry per token, the class token included: shape "
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
@@ -621,7 +626,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                     "labels must be class ids of shape (batch,) or class probabilities of shape (batch, num_labels) = "
                     f"{tuple(logits.shape)}, got {labels.dtype} of shape {tuple(labels.shape)}."
                 )
-            return F.cross_entropy(logits, labels.to(logits.dtype) if labels.is_floating_point() else labels)
+            return F.cross_entropy(logits, labels.to(logits.dtype) if labels.is_floating_point() else labels.long())
 
         if self.config.num_labels == 1 and labels.ndim == 1:
             labels = labels[:, None]

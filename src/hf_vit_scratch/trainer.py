@@ -6,7 +6,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+
+from .data import ImageClassificationDataset
+from .errors import UserError
+
+
+class _SetEpoch(TrainerCallback):
+    """Tell the dataset its epoch; accelerate does so for one process that starts afresh, and for no other."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        if isinstance(train_dataloader.dataset, ImageClassificationDataset):
+            train_dataloader.dataset.set_epoch(int(state.epoch or 0))
 
 
 class ViTTrainer(Trainer):
@@ -14,8 +25,14 @@ class ViTTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._logged_step = 0
+        self.add_callback(_SetEpoch())
+        self._images = 0  # trained on in this process since the last log
         self._logged_time: float | None = None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether training has come to its first step."""
+        return self._logged_time is not None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, as the stock Trainer does."""
@@ -32,19 +49,19 @@ class ViTTrainer(Trainer):
             f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
         ]
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """One forward and backward pass; the first one starts the clock of the throughput."""
         if self._logged_time is None:
-            self._logged_step, self._logged_time = self.state.global_step, time.perf_counter()
-        return super().training_step(*args, **kwargs)
+            self._images, self._logged_time = 0, time.perf_counter()
+        self._images += len(inputs["pixel_values"])
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `images_per_second`, since the last such line and without evaluation and saving, to the training log."""
         if "loss" in logs and self._logged_time is not None:
             now = time.perf_counter()
-            images = (self.state.global_step - self._logged_step) * self.get_total_train_batch_size(self.args)
-            logs["images_per_second"] = round(images / (now - self._logged_time), 1)
-            self._logged_step, self._logged_time = self.state.global_step, now
+            logs["images_per_second"] = round(self._images * self.args.world_size / (now - self._logged_time), 1)
+            self._images, self._logged_time = 0, now
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -70,10 +87,10 @@ class ViTTrainer(Trainer):
         loaded and fresh weights (https://github.com/huggingface/transformers/issues/43701).
 
         Raises:
-            ValueError: Names the tensors that are missing or too many.
+            UserError: Names the tensors that are missing or too many.
         """
         if load_result.missing_keys or load_result.unexpected_keys:
-            raise ValueError(
+            raise UserError(
                 "A checkpoint must hold exactly the model's tensors. "
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
                 "Resume with the configuration that the checkpoint was made with."
