@@ -10,6 +10,7 @@ import pytest
 LAYERS = {
     "errors": 0,
     "configuration_vit_scratch": 0,
+    "reference": 0,
     "modeling_vit_scratch": 1,
     "data": 1,
     "augmentation": 1,

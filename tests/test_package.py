@@ -34,6 +34,10 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
     assert done.stdout.split(maxsplit=1) == [f"{env_path}/hf_vit_scratch/__init__.py", "(14, 14)\n"], done.stderr
 
 
+def test_package_can_be_reloaded():
+    importlib.reload(hf_vit_scratch)
+
+
 @pytest.mark.parametrize("module", ["configuration_vit_scratch", "modeling_vit_scratch", "metrics"])
 def test_examples_in_docstrings(module):
     imported = importlib.import_module(f"hf_vit_scratch.{module}")

@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from .configuration_vit_scratch import ViTScratchConfig
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 
-AutoConfig.register(ViTScratchConfig.model_type, ViTScratchConfig)
-AutoModel.register(ViTScratchConfig, ViTScratchModel)
-AutoModelForImageClassification.register(ViTScratchConfig, ViTScratchForImageClassification)
+# exist_ok: a notebook may reload the package.
+AutoConfig.register(ViTScratchConfig.model_type, ViTScratchConfig, exist_ok=True)
+AutoModel.register(ViTScratchConfig, ViTScratchModel, exist_ok=True)
+AutoModelForImageClassification.register(ViTScratchConfig, ViTScratchForImageClassification, exist_ok=True)
 
 __all__ = ["ViTScratchConfig", "ViTScratchForImageClassification", "ViTScratchModel"]

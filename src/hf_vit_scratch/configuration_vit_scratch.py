@@ -12,8 +12,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 
 # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size.
-# Ti: Touvron et al. 2021 (https://arxiv.org/abs/2012.12877), table 1; S: Steiner et al. 2022
-# (https://arxiv.org/abs/2106.10270), table 1; B, L, H: Dosovitskiy et al. 2021
+# Ti, S: Touvron et al. 2021 (https://arxiv.org/abs/2012.12877), table 1; B, L, H: Dosovitskiy et al. 2021
 # (https://arxiv.org/abs/2010.11929), table 1.
 VARIANTS = {
     "Ti": (192, 12, 3, 768),
