@@ -18,15 +18,7 @@ from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.arguments import (
-    AugmentationArguments,
-    DataArguments,
-    ModelArguments,
-    ViTTrainingArguments,
-    model_config,
-    parse_recipe,
-    resolve_checkpoint,
-)
+from hf_vit_scratch.arguments import model_config, parse_recipe, resolve_checkpoint
 from hf_vit_scratch.augmentation import build_augmentation
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
@@ -41,10 +33,7 @@ logger = logging.getLogger("train")
 def main(argv: list[str]) -> dict[str, float]:
     """Train as the command line says; return the metrics of the test split."""
     # 1. Arguments, logging, seed
-    argument_types = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
-    (model_args, data_args, augmentation_args, training_args), recipe = parse_recipe(
-        argument_types, argv, DEFAULT_RECIPE
-    )
+    (model_args, data_args, augmentation_args, training_args), recipe = parse_recipe(argv, DEFAULT_RECIPE)
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     checkpoint = resolve_checkpoint(training_args)

@@ -5,8 +5,6 @@ import yaml
 
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.arguments import (
-    AugmentationArguments,
-    DataArguments,
     ModelArguments,
     ViTTrainingArguments,
     model_config,
@@ -15,15 +13,13 @@ from hf_vit_scratch.arguments import (
 )
 from hf_vit_scratch.errors import UserError
 
-TYPES = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
-
 
 @pytest.fixture
 def parse(tmp_path):
     def parse(recipe: str, *argv: str):
         path = tmp_path / "recipe.yaml"
         path.write_text(recipe)
-        return parse_recipe(TYPES, [str(path), *argv], default_recipe=tmp_path / "default.yaml")
+        return parse_recipe([str(path), *argv], default_recipe=tmp_path / "default.yaml")
 
     return parse
 
@@ -86,14 +82,14 @@ def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse):
 def test_default_recipe_is_used_where_none_is_named(tmp_path):
     (tmp_path / "default.yaml").write_text("hidden_size: 24")
 
-    (model, *_), _ = parse_recipe(TYPES, ["--num_hidden_layers", "3"], tmp_path / "default.yaml")
+    (model, *_), _ = parse_recipe(["--num_hidden_layers", "3"], tmp_path / "default.yaml")
 
     assert (model.hidden_size, model.num_hidden_layers) == (24, 3)
 
 
 def test_data_without_a_recipe_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--data needs a recipe before it"):
-        parse_recipe(TYPES, ["--data", "photos"], tmp_path / "default.yaml")
+        parse_recipe(["--data", "photos"], tmp_path / "default.yaml")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_mistake_is_named_in_one_line(parse, recipe, argv, message):
 
 def test_recipe_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.yaml: the recipe cannot be read \(No such file or directory\)"):
-        parse_recipe(TYPES, ["nowhere.yaml"], tmp_path / "default.yaml")
+        parse_recipe(["nowhere.yaml"], tmp_path / "default.yaml")
 
 
 def test_recipe_cannot_run_code(parse, tmp_path):

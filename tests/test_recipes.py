@@ -3,23 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_vit_scratch.arguments import (
-    AugmentationArguments,
-    DataArguments,
-    ModelArguments,
-    ViTTrainingArguments,
-    model_config,
-    parse_recipe,
-)
+from hf_vit_scratch.arguments import model_config, parse_recipe
 from hf_vit_scratch.augmentation import build_augmentation
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
-TYPES = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_describes_a_model_and_a_training(recipe):
-    (model, data, augmentation, training), _ = parse_recipe(TYPES, [str(recipe)], recipe)
+    (model, data, augmentation, training), _ = parse_recipe([str(recipe)], recipe)
 
     config = model_config(model, [str(label) for label in range(10)])
     build_augmentation(config.image_height_width, **vars(augmentation))

@@ -7,7 +7,7 @@ from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import yaml
@@ -84,6 +84,7 @@ class AugmentationArguments:
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
+    output_dir: str = _flag("runs/train", "Where the run is written; a folder that holds one is never overwritten.")
     # The stock default drops the column of images before they are read.
     remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
@@ -104,6 +105,10 @@ class ViTTrainingArguments(TrainingArguments):
         super().__post_init__()
 
 
+ARGUMENT_TYPES: tuple[Any, ...] = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
+Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments]
+
+
 class RecipeParser(HfArgumentParser):
     """transformers' parser, with errors of one line that guess what was meant."""
 
@@ -112,19 +117,18 @@ class RecipeParser(HfArgumentParser):
         raise UserError(f"{message[:1].lower()}{message[1:]}. Run train.py --help for the flags.")
 
 
-def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_recipe: Path) -> tuple[list[Any], str]:
-    """Build the dataclasses from a recipe and flags: `[recipe.yaml] [--flag value ...]`.
+def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, str]:
+    """Build the arguments from a recipe and flags: `[recipe.yaml] [--flag value ...]`.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
     names of flags to values.
 
     Args:
-        dataclass_types: Each field is a flag.
         argv: The command line, without the program's name.
         default_recipe: The recipe if the command line names none.
 
     Returns:
-        The dataclasses, and the resolved recipe as YAML: all that the recipe and the flags have set.
+        The arguments, and the resolved recipe as YAML: all that the recipe and the flags have set.
 
     Raises:
         UserError: A file, a key, a flag or a value is wrong.
@@ -142,14 +146,14 @@ def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_re
     recipe = _read_recipe(recipe_path)
 
     parser = RecipeParser(
-        dataclass_types,
+        ARGUMENT_TYPES,
         prog="train.py",
         usage="train.py [recipe.yaml] [--flag value ...]",
         description="Train a Vision Transformer from scratch. A flag overrides the recipe's value.",
         allow_abbrev=False,
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    known = [field.name for dataclass_type in dataclass_types for field in fields(dataclass_type)]
+    known = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     for key in recipe:
         if key not in known:
             raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(key, known)}")
@@ -169,7 +173,9 @@ def parse_recipe(dataclass_types: Sequence[Any], argv: Sequence[str], default_re
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
     given.pop("resume_from_checkpoint", None)  # the resolved recipe starts a run afresh
-    return list(parsed), yaml.safe_dump({name: given[name] for name in known if name in given}, sort_keys=False)
+    return cast(Arguments, parsed), yaml.safe_dump(
+        {name: given[name] for name in known if name in given}, sort_keys=False
+    )
 
 
 def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratchConfig:
@@ -191,7 +197,7 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratch
         raise UserError(str(error)) from error
 
 
-def resolve_checkpoint(args: TrainingArguments) -> str | None:
+def resolve_checkpoint(args: ViTTrainingArguments) -> str | None:
     """The checkpoint to continue from, after making sure that no other run is overwritten.
 
     `--resume_from_checkpoint` takes a folder, or `true` for the newest checkpoint in `output_dir`.
@@ -199,7 +205,7 @@ def resolve_checkpoint(args: TrainingArguments) -> str | None:
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, or there is no checkpoint to continue from.
     """
-    output_dir = Path(args.output_dir or "trainer_output")
+    output_dir = Path(args.output_dir)
     wanted = str(args.resume_from_checkpoint or "false")
     if wanted.lower() == "true":
         # The Trainer writes this file last, so a folder without it was cut off while it was being saved.
