@@ -41,6 +41,9 @@ def test_default_encoder_is_bert_style():
         ({"position_embedding_type": "sincos2d", "hidden_size": 6, "num_attention_heads": 1}, r"multiple of 4"),
         ({"position_embedding_type": "sincos2d", "hidden_size": 4, "num_attention_heads": 1}, r"at least 8"),
         ({"position_embedding_type": "rope2d", "hidden_size": 36, "num_attention_heads": 6}, r"36 / 6 = 6"),
+        ({"use_cls_token": False}, r"use_cls_token=False needs pooling='mean'"),
+        ({"fc_norm": True}, r"fc_norm=True needs norm_first=True"),
+        ({"encoder_stride": 8}, r"encoder_stride must be None or equal patch_size \(16\), got 8"),
     ],
 )
 def test_impossible_value_is_refused(fields, message):
@@ -64,6 +67,8 @@ def test_unknown_problem_type_is_refused():
         ({"drop_path_rate": "0.1"}, r"drop_path_rate must be a number, got '0.1'"),
         ({"layer_norm_eps": None}, r"layer_norm_eps must be a number"),
         ({"norm_first": 1}, r"norm_first must be True or False, got 1"),
+        ({"use_cls_token": 0}, r"use_cls_token must be True, False or None, got 0"),
+        ({"encoder_stride": "16"}, r"encoder_stride must be an integer or a \[height, width\] pair"),
     ],
 )
 def test_wrong_type_is_refused(fields, message):

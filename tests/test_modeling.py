@@ -159,9 +159,9 @@ def test_causal_output_does_not_depend_on_later_patches(pixel_values):
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-@POOLINGS
-def test_masked_patches_have_no_influence(attn_implementation, pooling, pixel_values):
-    model = tiny_model(attn_implementation=attn_implementation, pooling=pooling)
+@pytest.mark.parametrize(("pooling", "use_cls_token"), [("cls", True), ("mean", True), ("mean", False)])
+def test_masked_patches_have_no_influence(attn_implementation, pooling, use_cls_token, pixel_values):
+    model = tiny_model(attn_implementation=attn_implementation, pooling=pooling, use_cls_token=use_cls_token)
     first = model.config.num_prefix_tokens
     mask = torch.ones(3, first + 12, dtype=torch.int64)
     mask[:, first + 9 :] = 0  # the last row of patches
@@ -331,6 +331,26 @@ def test_pooled_vector_is_the_mean_of_the_patches(pixel_values):
 
     assert outputs.last_hidden_state.shape == (3, 12, 32)
     assert_equal(outputs.pooler_output, sum(outputs.last_hidden_state.unbind(1)) / 12)
+
+
+def test_pooled_vector_leaves_out_a_class_token_that_is_there(pixel_values):
+    outputs = tiny_model(pooling="mean", use_cls_token=True)(pixel_values)
+
+    assert outputs.last_hidden_state.shape == (3, 13, 32)
+    assert_equal(outputs.pooler_output, sum(outputs.last_hidden_state[:, 1:].unbind(1)) / 12)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_fc_norm_normalises_the_pooled_vector_only(pooling, pixel_values):
+    model = tiny_model(pooling=pooling, norm_first=True, fc_norm=True)
+
+    outputs = model(pixel_values, output_hidden_states=True)
+
+    last = outputs.hidden_states[-1]
+    pooled = last[:, 0] if pooling == "cls" else last.mean(1)
+    assert torch.equal(outputs.last_hidden_state, last)
+    expected = F.layer_norm(pooled, (32,), model.layernorm.weight, model.layernorm.bias, model.config.layer_norm_eps)
+    assert_equal(outputs.pooler_output, expected)
 
 
 @torch.no_grad()

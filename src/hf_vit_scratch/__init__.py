@@ -3,14 +3,29 @@
 Importing the package registers the classes with transformers' auto classes; nothing else happens.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
+)
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
+from .modeling_vit_scratch import (
+    ViTScratchForImageClassification,
+    ViTScratchForMaskedImageModeling,
+    ViTScratchModel,
+)
 
 # exist_ok: a notebook may reload the package.
 AutoConfig.register(ViTScratchConfig.model_type, ViTScratchConfig, exist_ok=True)
 AutoModel.register(ViTScratchConfig, ViTScratchModel, exist_ok=True)
 AutoModelForImageClassification.register(ViTScratchConfig, ViTScratchForImageClassification, exist_ok=True)
+AutoModelForMaskedImageModeling.register(ViTScratchConfig, ViTScratchForMaskedImageModeling, exist_ok=True)
 
-__all__ = ["ViTScratchConfig", "ViTScratchForImageClassification", "ViTScratchModel"]
+__all__ = [
+    "ViTScratchConfig",
+    "ViTScratchForImageClassification",
+    "ViTScratchForMaskedImageModeling",
+    "ViTScratchModel",
+]

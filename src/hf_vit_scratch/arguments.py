@@ -46,6 +46,8 @@ class ModelArguments:
     position_embedding_type: str | None = _flag(None, f"One of {', '.join(POSITION_EMBEDDING_TYPES)}.")
     qk_norm: bool | None = _flag(None, "RMS-normalise queries and keys.")
     pooling: str | None = _flag(None, f"One of {', '.join(POOLINGS)}.")
+    use_cls_token: bool | None = _flag(None, "A class token, also where mean pooling does not read it.")
+    fc_norm: bool | None = _flag(None, "The final LayerNorm after the pooling instead of before it.")
     classifier_hidden_size: int | None = _flag(None, "Hidden layer before the classifier.")
     classifier_act: str | None = _flag(None, "Activation of that hidden layer.")
     attn_implementation: str | None = _flag(

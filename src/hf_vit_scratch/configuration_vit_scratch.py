@@ -51,11 +51,15 @@ class ViTScratchConfig(PreTrainedConfig):
         position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
             and, beside them, axial rotary positions on queries and keys.
         qk_norm: Whether queries and keys are RMS-normalised per head.
-        pooling: What the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens (no
-            class token is then created).
+        pooling: What the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens.
+        use_cls_token: Whether there is a class token; `None` for exactly where `pooling` reads it. With mean pooling
+            it takes part in attention only, as in timm's `global_pool="avg"` and in MAE.
+        fc_norm: Whether the final LayerNorm of pre-LN comes after the pooling instead of before it; timm's word.
         classifier_hidden_size: Width of a hidden layer before the classifier; `None` for one linear layer.
         classifier_act: Activation of that hidden layer.
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
+        encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
+            encoder keeps its grid, so that is the patch size: `None`, or the same number.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -87,9 +91,12 @@ class ViTScratchConfig(PreTrainedConfig):
     position_embedding_type: str = "learned"
     qk_norm: bool = False
     pooling: str = "cls"
+    use_cls_token: bool | None = None
+    fc_norm: bool = False
     classifier_hidden_size: int | None = None
     classifier_act: str = "gelu"
     is_causal: bool = False
+    encoder_stride: int | list[int] | tuple[int, int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
@@ -156,7 +163,7 @@ class ViTScratchConfig(PreTrainedConfig):
     @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches: 1 with a class token, else 0."""
-        return 1 if self.pooling == "cls" else 0
+        return int(self.pooling == "cls" if self.use_cls_token is None else self.use_cls_token)
 
     def validate(self) -> None:
         """Check every field; called at construction, by the model, and by `save_pretrained`.
@@ -168,7 +175,8 @@ class ViTScratchConfig(PreTrainedConfig):
         # Imported here: the activations bring in torch, which is not needed to read a configuration's class.
         from transformers.activations import ACT2FN
 
-        for name in ("image_size", "patch_size"):
+        sizes = ["image_size", "patch_size"] + ([] if self.encoder_stride is None else ["encoder_stride"])
+        for name in sizes:
             size = getattr(self, name)
             if not (_is_integer(size) or (isinstance(size, list | tuple) and all(map(_is_integer, size)))):
                 raise TypeError(f"{name} must be an integer or a [height, width] pair of integers, got {size!r}.")
@@ -201,9 +209,11 @@ class ViTScratchConfig(PreTrainedConfig):
             if not 0 <= probability < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {probability}.")
 
-        for name in ("qkv_bias", "norm_first", "qk_norm", "is_causal"):
+        for name in ("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.use_cls_token, bool | None):
+            raise TypeError(f"use_cls_token must be True, False or None, got {self.use_cls_token!r}.")
 
         for name, choices in (
             ("position_embedding_type", POSITION_EMBEDDING_TYPES),
@@ -216,6 +226,15 @@ class ViTScratchConfig(PreTrainedConfig):
         if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
             raise ValueError(
                 f"problem_type must be None or one of {', '.join(PROBLEM_TYPES)}; got {self.problem_type!r}."
+            )
+
+        if self.pooling == "cls" and self.use_cls_token is False:
+            raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
+        if self.fc_norm and not self.norm_first:
+            raise ValueError("fc_norm=True needs norm_first=True: post-LN has no final LayerNorm to move.")
+        if self.encoder_stride is not None and _pair(self.encoder_stride) != self.patch_height_width:
+            raise ValueError(
+                f"encoder_stride must be None or equal patch_size ({self.patch_size}), got {self.encoder_stride!r}."
             )
 
         for axis, image, patch in zip(

@@ -8,6 +8,7 @@ H attention heads, K = D // H, L num_labels.
 [1] Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929, equations (1) to (4).
 [2] Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1706.03762.
 [3] Devlin et al. 2019, BERT, https://arxiv.org/abs/1810.04805.
+[4] Xie et al. 2022, SimMIM, https://arxiv.org/abs/2111.09886.
 """
 
 import copy
@@ -24,7 +25,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, MaskedImageModelingOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
@@ -168,15 +169,17 @@ class ViTScratchPatchEmbeddings(nn.Module):
 class ViTScratchEmbeddings(nn.Module):
     """Patches, the class token before them, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D).
 
-    In the BERT style a LayerNorm follows ([3], as published in code). An image of another size than `image_size` gets
-    its positions resampled.
+    Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
+    LayerNorm follows ([3], as published in code). An image of another size than `image_size` gets its positions
+    resampled.
     """
 
-    def __init__(self, config: ViTScratchConfig):
+    def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
         self.config = config
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.pooling == "cls" else None
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
         # One table of the trained grid, whether learned or fixed, so that both are saved and resampled alike.
         positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
         if config.position_embedding_type == "sincos2d":
@@ -188,8 +191,20 @@ class ViTScratchEmbeddings(nn.Module):
         )
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid: tuple[int, int], bool_masked_pos: Tensor | None = None) -> Tensor:
         embeddings = self.patch_embeddings(pixel_values)
+        if bool_masked_pos is not None:
+            if self.mask_token is None:
+                raise ValueError(
+                    "bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling, or "
+                    "ViTScratchModel(config, use_mask_token=True)."
+                )
+            if bool_masked_pos.shape != embeddings.shape[:2]:
+                raise ValueError(
+                    f"bool_masked_pos must have one entry per patch: shape {tuple(embeddings.shape[:2])}, got "
+                    f"{tuple(bool_masked_pos.shape)}."
+                )
+            embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
         if self.cls_token is not None:
             embeddings = torch.cat((self.cls_token.expand(len(embeddings), -1, -1), embeddings), dim=1)
         embeddings = embeddings + resample_positions(self.position_embeddings, self.config.grid_size, grid)
@@ -358,6 +373,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ViTScratchEmbeddings):
             if module.cls_token is not None:
                 init.trunc_normal_(module.cls_token, std=std)
+            if module.mask_token is not None:
+                init.trunc_normal_(module.mask_token, std=std)
             if self.config.position_embedding_type == "sincos2d":
                 patches = sincos2d_positions(self.config.grid_size, self.config.hidden_size)
                 # The class token has no place in the grid: zeros.
@@ -425,9 +442,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     """The encoder: pixels to one vector per token, and one for the image; [1] eq. 1 to 4.
 
     Outputs:
-        last_hidden_state: (B, N, D), after the final LayerNorm that pre-LN needs; post-LN ends in one already.
+        last_hidden_state: (B, N, D), after the final LayerNorm that pre-LN needs; post-LN ends in one already. With
+            `fc_norm`, before it.
         pooler_output: (B, D), what the classifier reads, without parameters of its own: the class token of
-            `last_hidden_state`, or the mean of its patch tokens. (transformers' ViT has a tanh layer here.)
+            `last_hidden_state`, or the mean of its patch tokens; with `fc_norm`, then normalised. (transformers' ViT
+            has a tanh layer here.)
         hidden_states: The embeddings and each layer's output, (B, N, D). Under pre-LN the last one comes before the
             final LayerNorm, so it differs from `last_hidden_state`; as in transformers.
         attentions: Each layer's probabilities, (B, H, N, N).
@@ -438,12 +457,12 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         torch.Size([2, 5, 192])
     """
 
-    # Loading the encoder out of a classifier's file leaves the head behind; that is the intention, not a mistake.
-    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
+    # Loading the encoder out of another model's file leaves that model's head behind; the intention, not a mistake.
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
 
-    def __init__(self, config: ViTScratchConfig):
+    def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__(config)
-        self.embeddings = ViTScratchEmbeddings(config)
+        self.embeddings = ViTScratchEmbeddings(config, use_mask_token)
         last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
             ViTScratchLayer(config, config.drop_path_rate * (depth / last if last else 1))
@@ -460,6 +479,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self,
         pixel_values: Tensor,
         attention_mask: Tensor | None = None,
+        bool_masked_pos: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -471,6 +491,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 patch size divides.
             attention_mask: (B, N), 1 for the tokens that may be attended to and 0 for the others; the class token, if
                 any, counts. Masked patches are left out of mean pooling too.
+            bool_masked_pos: (B, rows * cols), True for the patches that the mask token replaces.
             output_attentions: Whether to return the attention probabilities. Only the attention written out has them,
                 so this call then uses `"eager"` whatever `attn_implementation` is.
             output_hidden_states: Whether to return the hidden states.
@@ -478,7 +499,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         Raises:
             TypeError: The pixels are not floating point.
-            ValueError: The pixels or the mask have the wrong shape.
+            ValueError: The pixels or a mask have the wrong shape, or there is no mask token.
         """
         if output_attentions is None:
             output_attentions = bool(self.config.output_attentions)
@@ -486,7 +507,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             output_hidden_states = bool(self.config.output_hidden_states)
 
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
-        hidden_states = self.embeddings(pixel_values, grid)
+        hidden_states = self.embeddings(pixel_values, grid, bool_masked_pos)
         rotary = None
         if self.config.position_embedding_type == "rope2d":
             head_dim = self.config.hidden_size // self.config.num_attention_heads
@@ -502,10 +523,12 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             all_hidden_states.append(hidden_states)
             all_attentions.append(probs)
 
-        last_hidden_state = self.layernorm(hidden_states)
+        # LayerNorm and mean do not commute, so the order is part of the model.
+        last_hidden_state = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)
+        pooled = self._pool(last_hidden_state, attention_mask)
         return BaseModelOutputWithPooling(
             last_hidden_state=last_hidden_state,
-            pooler_output=self._pool(last_hidden_state, attention_mask),
+            pooler_output=self.layernorm(pooled) if self.config.fc_norm else pooled,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
@@ -536,11 +559,12 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         """The vector that the classifier reads.  (B, N, D) -> (B, D)."""
         if self.config.pooling == "cls":
             return last_hidden_state[:, 0]
+        patches = last_hidden_state[:, self.config.num_prefix_tokens :]
         if attention_mask is None or attention_mask.ndim != 2:
-            return last_hidden_state.mean(dim=1)
-        weights = attention_mask.to(last_hidden_state)[..., None]  # (B, N, 1)
+            return patches.mean(dim=1)
+        weights = attention_mask.to(patches)[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
         # An image of which every patch is masked has no mean: zeros, not NaN.
-        return (last_hidden_state * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        return (patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
 class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
@@ -560,6 +584,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     # The loss is a plain mean over the batch, so the Trainer must divide it by the number of accumulation steps. It
     # does so only for a model that does not claim to take `num_items_in_batch`, and **kwargs would claim that.
     accepts_loss_kwargs = False
+    # A classifier can start from an encoder that was trained on masked images.
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"\bmask_token$"]
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
@@ -639,4 +665,74 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         return loss(logits, labels.to(logits.dtype))
 
 
-__all__ = ["ViTScratchForImageClassification", "ViTScratchModel", "ViTScratchPreTrainedModel"]
+class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
+    """The encoder and a linear decoder that paints the patches which were masked: SimMIM [4], training without labels.
+
+    Example:
+        >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32)
+        >>> mask = torch.tensor([[True, False, False, True]])
+        >>> ViTScratchForMaskedImageModeling(config)(torch.zeros(1, 3, 32, 32), mask).reconstruction.shape
+        torch.Size([1, 3, 32, 32])
+    """
+
+    accepts_loss_kwargs = False  # as in the classifier
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__(config)
+        self.vit = ViTScratchModel(config, use_mask_token=True)
+        # One matrix product per patch. In a Sequential for transformers' parameter names.
+        num_values = config.num_channels * math.prod(config.patch_height_width)
+        self.decoder = nn.Sequential(nn.Conv2d(config.hidden_size, num_values, kernel_size=1))
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        bool_masked_pos: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedImageModelingOutput:
+        """Paint images, and compare the masked patches with the truth: the mean absolute error of their pixels.
+
+        Args:
+            pixel_values: (B, C, height, width), normalised by the image processor.
+            bool_masked_pos: (B, rows * cols), True for the patches to hide and to paint. Without it there is no loss.
+            kwargs: Any further argument of `ViTScratchModel.forward`.
+
+        Raises:
+            TypeError: The pixels are not floating point.
+            ValueError: The pixels or a mask have the wrong shape.
+        """
+        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, bool_masked_pos=bool_masked_pos, **kwargs)
+        rows, cols = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
+        patches = cast(Tensor, outputs.last_hidden_state)[:, self.config.num_prefix_tokens :]
+        patches = self.decoder(
+            patches.transpose(1, 2).unflatten(2, (rows, cols))
+        )  # (B, C * height * width, rows, cols)
+        patches = patches.unflatten(1, (self.config.num_channels, *self.config.patch_height_width))
+        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)  # (B, C, height, width)
+
+        loss = None
+        if bool_masked_pos is not None:
+            dtype = torch.promote_types(reconstruction.dtype, torch.float32)
+            error = F.l1_loss(reconstruction.to(dtype), pixel_values.to(dtype), reduction="none")
+            mask = bool_masked_pos.to(dtype).unflatten(1, (1, rows, cols))
+            for dim, pixels in zip((2, 3), self.config.patch_height_width, strict=True):
+                mask = mask.repeat_interleave(pixels, dim=dim)  # -> (B, 1, height, width)
+            # [4] section 3.4; the small number as in transformers, for a batch without a masked patch.
+            loss = (error * mask).sum() / (mask.sum() + 1e-5) / self.config.num_channels
+        return MaskedImageModelingOutput(
+            loss=loss,
+            reconstruction=reconstruction,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = [
+    "ViTScratchForImageClassification",
+    "ViTScratchForMaskedImageModeling",
+    "ViTScratchModel",
+    "ViTScratchPreTrainedModel",
+]
