@@ -88,6 +88,7 @@ def main(argv: list[str]) -> dict[str, float]:
         (output_dir / "recipe.yaml").write_text(f"# {command}\n{recipe}", encoding="utf-8")
         (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         logger.info("The model, its recipe and metrics.json are in %s", output_dir)
+    trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
 
 

@@ -1,7 +1,10 @@
 """What several test modules need."""
 
 import torch
-from torch import nn
+
+from hf_vit_scratch.equivalence import randomise_
+
+__all__ = ["TINY", "assert_equal", "randomise_"]
 
 # Small, and with no two equal sizes that could be confused.
 TINY = {
@@ -13,16 +16,6 @@ TINY = {
     "intermediate_size": 48,
     "num_labels": 5,
 }
-
-
-def randomise_(module: nn.Module, std: float) -> nn.Module:
-    """Draw every parameter, norm scales and biases too: a default bias or scale would hide an error."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.normal_(std=std)
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1)
-    return module
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-10) -> None:

@@ -141,7 +141,7 @@ def test_model_flags_are_fields_of_the_configuration():
 
     own = {name for name in ViTScratchConfig.__annotations__} - {"image_size"}
     assert flags <= ours
-    assert own - flags == {"num_channels", "is_causal"}  # the image processor makes RGB; no recipe is causal
+    assert own - flags == {"num_channels", "is_causal", "encoder_stride"}  # RGB only; no recipe is causal
 
 
 def test_model_flags_make_a_configuration():

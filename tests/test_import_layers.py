@@ -17,6 +17,9 @@ LAYERS = {
     "metrics": 1,
     "arguments": 1,
     "trainer": 2,
+    "conversion": 2,
+    "equivalence": 3,
+    "checkpoints": 4,
 }
 PACKAGE = Path(__file__).parents[1] / "src" / "hf_vit_scratch"
 

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed
 from test_trainer import train_and_report
 
 output = Path(sys.argv[1])
@@ -14,3 +15,4 @@ reports = [
 ]
 if os.environ["RANK"] == "0":
     output.write_text(json.dumps(reports))
+torch.distributed.destroy_process_group()  # a process that leaves its threads running is aborted now and then

@@ -720,8 +720,8 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
             mask = bool_masked_pos.to(dtype).unflatten(1, (1, rows, cols))
             for dim, pixels in zip((2, 3), self.config.patch_height_width, strict=True):
                 mask = mask.repeat_interleave(pixels, dim=dim)  # -> (B, 1, height, width)
-            # [4] section 3.4; the small number as in transformers, for a batch without a masked patch.
-            loss = (error * mask).sum() / (mask.sum() + 1e-5) / self.config.num_channels
+            # [4] section 3.4. A batch without a masked patch has a loss of zero.
+            loss = (error * mask).sum() / mask.sum().clamp(min=1) / self.config.num_channels
         return MaskedImageModelingOutput(
             loss=loss,
             reconstruction=reconstruction,
