@@ -4,39 +4,43 @@
     python train.py recipes/cifar10_cpu.yaml --learning_rate 1e-3     a recipe, and a flag that overrides it
     accelerate launch train.py recipes/cifar10_cpu.yaml               many devices
 
-Every flag is a field of `ModelArguments`, `DataArguments`, `AugmentationArguments` or transformers'
-`TrainingArguments`; `python train.py --help` lists them.
+Every flag is a field of a dataclass of `hf_vit_scratch.arguments` or of transformers' `TrainingArguments`;
+`python train.py --help` lists them.
 """
 
 import json
 import logging
 import shlex
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.arguments import model_config, parse_recipe, resolve_checkpoint
-from hf_vit_scratch.augmentation import build_augmentation
+from hf_vit_scratch.arguments import model_config, parse_recipe, resolve_checkpoint, stage_arguments
+from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
-from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, rank_top5
-from hf_vit_scratch.trainer import ViTTrainer
+from hf_vit_scratch.figures import plot_curves
+from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, detailed_report, summarise_logits
+from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 
 logger = logging.getLogger("train")
 
 
-def main(argv: list[str]) -> dict[str, float]:
+def main(argv: list[str]) -> dict[str, Any]:
     """Train as the command line says; return the metrics of the test split."""
     # 1. Arguments, logging, seed
-    (model_args, data_args, augmentation_args, training_args), recipe = parse_recipe(argv, DEFAULT_RECIPE)
+    args, recipe = parse_recipe(argv, DEFAULT_RECIPE)
+    model_args, data_args, augmentation_args, mixing_args, training_args = args
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
-    checkpoint = resolve_checkpoint(training_args)
+    checkpoint = resolve_checkpoint(training_args, recipe)
     if (metric := training_args.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
     with blame_the_user():
@@ -45,12 +49,21 @@ def main(argv: list[str]) -> dict[str, float]:
     # 2. Data
     splits = load_splits(**vars(data_args), seed=training_args.seed)
     label_names = splits["train"].features["label"].names
+    for name, rows in splits.items():
+        if len(rows) < training_args.world_size:
+            raise UserError(
+                f"{training_args.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
+            )
 
     # 3. Model
     config = model_config(model_args, label_names)
-    height, width = config.image_height_width
-    augment = build_augmentation((height, width), **vars(augmentation_args))
-    image_processor = ViTImageProcessor(size={"height": height, "width": width}, do_convert_rgb=True)
+    image_processor = ViTImageProcessor(
+        size=dict(zip(("height", "width"), config.image_height_width, strict=True)), do_convert_rgb=True
+    )
+    stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation_args, config))
+    # Our own smoothing: the Trainer's would take the labels from the model, in evaluation too.
+    mixing = Mixing(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
+    training_args.label_smoothing_factor = 0.0
     with blame_the_user():
         model = ViTScratchForImageClassification(config)
 
@@ -60,11 +73,12 @@ def main(argv: list[str]) -> dict[str, float]:
         trainer = ViTTrainer(
             model=model,
             args=training_args,
-            train_dataset=ImageClassificationDataset(splits["train"], image_processor, augment, data_seed),
+            train_dataset=ImageClassificationDataset(splits["train"], image_processor, stages, mixing, data_seed),
             eval_dataset=ImageClassificationDataset(splits["validation"], image_processor),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=rank_top5,
+            preprocess_logits_for_metrics=summarise_logits,
+            stage=stage,
         )
     logger.info(
         "%.2fM parameters; %s; %d classes; training on %s",
@@ -75,19 +89,28 @@ def main(argv: list[str]) -> dict[str, float]:
     )
 
     # 5. Train; a run is resumed when the user says so, never by a guess
-    with blame_the_user(until=lambda: trainer.has_started):
+    output_dir, command = Path(training_args.output_dir), shlex.join(["python", "train.py", *argv])
+    if training_args.should_save:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "recipe.yaml").write_text(f"# {command}\n{recipe}", encoding="utf-8")
+    with blame_the_user(until=lambda: trainer.has_started), advising_on_memory(training_args):
         trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.stopped:
+        trainer.accelerator.end_training()
+        logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)
+        sys.exit(128 + signal.SIGTERM)
     trainer.save_model()  # before the test split is read, so that nothing there can lose the run
 
     # 6. Report, once, on the test split
-    metrics = trainer.evaluate(ImageClassificationDataset(splits["test"], image_processor), metric_key_prefix="test")
-    trainer.log_metrics("test", metrics)
+    outputs = trainer.predict(ImageClassificationDataset(splits["test"], image_processor))
+    trainer.log_metrics("test", outputs.metrics)
+    metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
     if trainer.is_world_process_zero():
-        output_dir = Path(training_args.output_dir)
-        command = shlex.join(["python", "train.py", *argv])
-        (output_dir / "recipe.yaml").write_text(f"# {command}\n{recipe}", encoding="utf-8")
-        (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-        logger.info("The model, its recipe and metrics.json are in %s", output_dir)
+        details = detailed_report(outputs.predictions, outputs.label_ids, label_names)
+        report = {**metrics, "command": command, "labels": label_names, **details}
+        (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        plot_curves(trainer.state.log_history, output_dir / "curves.png")
+        logger.info("The model, its recipe, metrics.json and curves.png are in %s", output_dir)
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
 

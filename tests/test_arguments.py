@@ -25,13 +25,13 @@ def parse(tmp_path):
 
 
 def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(parse):
-    (_, _, _, training), _ = parse("weight_decay: 0.3\nwarmup_steps: 7", "--weight_decay", "0.1", "--output_dir", "x")
+    (*_, training), _ = parse("weight_decay: 0.3\nwarmup_steps: 7", "--weight_decay", "0.1", "--output_dir", "x")
 
     assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.1, 7, "cosine")
 
 
 def test_number_in_scientific_notation_is_a_number(parse):
-    (_, _, _, training), _ = parse("learning_rate: 1e-3")  # a string in YAML 1.1
+    (*_, training), _ = parse("learning_rate: 1e-3")  # a string in YAML 1.1
 
     assert training.learning_rate == 0.001
 
@@ -49,7 +49,7 @@ lr_scheduler_type: cosine_with_min_lr
 lr_scheduler_kwargs: {min_lr: 0.5}
 eval_strategy: no
 """
-    (model, _, augmentation, training), _ = parse(recipe, "--patch_size", "8")
+    (model, _, augmentation, _, training), _ = parse(recipe, "--patch_size", "8")
 
     assert (model.image_size, model.patch_size, model.norm_first, model.qkv_bias) == ([32, 64], [8], True, False)
     assert (model.position_embedding_type, model.classifier_hidden_size) == ("rope2d", None)

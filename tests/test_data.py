@@ -3,15 +3,22 @@ import io
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, DatasetInfo, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
-from hf_vit_scratch.augmentation import build_augmentation
-from hf_vit_scratch.data import ImageClassificationDataset, decode_image, load_digits, load_splits
+from hf_vit_scratch.augmentation import Mixing, build_augmentation
+from hf_vit_scratch.data import (
+    EpochSampler,
+    ImageClassificationDataset,
+    Sample,
+    decode_image,
+    load_digits,
+    load_splits,
+)
 from hf_vit_scratch.errors import UserError
 
 
@@ -385,11 +392,11 @@ def test_image_without_a_path_is_named_by_its_place():
 # Batches
 
 
-def make_dataset(image_processor, photographs, augment=None, seed=0):
+def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0):
     crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in range(12)]
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
-    return ImageClassificationDataset(rows, image_processor, augment, seed)
+    return ImageClassificationDataset(rows, image_processor, stages or (None,), mixing, seed)
 
 
 def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs):
@@ -426,22 +433,25 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
     dataset.__getitems__([0, 1])
     assert torch.equal(dataset.__getitems__([2, 5, 7])[1]["pixel_values"], alone)
     assert not torch.equal(augmented(seed=1)[5]["pixel_values"], alone)
-    dataset.set_epoch(1)
-    assert not torch.equal(dataset[5]["pixel_values"], alone)
-    dataset.set_epoch(0)
-    assert torch.equal(dataset[5]["pixel_values"], alone)
+    assert not torch.equal(dataset[Sample(1, 0, 5)]["pixel_values"], alone)
+    assert torch.equal(dataset[Sample(0, 0, 5)]["pixel_values"], alone)
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_worker_processes_augment_as_the_main_process_does(augmented, persistent_workers):
-    alone, dataset = augmented(), augmented()
-    loader = DataLoader(dataset, batch_size=5, num_workers=2, persistent_workers=persistent_workers)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_worker_processes_prepare_what_the_main_process_does(augmented, persistent_workers, mixed):
+    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1) if mixed else None
+    alone, sampler = augmented(mixing=mixing), EpochSampler(12, seed=3)
+    loader = DataLoader(
+        augmented(mixing=mixing), batch_size=5, sampler=sampler, num_workers=2, persistent_workers=persistent_workers
+    )
 
     for epoch in range(3):
-        alone.set_epoch(epoch)
-        dataset.set_epoch(epoch)
-        images = torch.cat([batch["pixel_values"] for batch in loader])
-        assert torch.equal(images, torch.stack([alone[index]["pixel_values"] for index in range(12)]))
+        sampler.set_epoch(epoch)
+        batches = list(loader)
+        for name in ("pixel_values", "labels"):
+            expected = torch.stack([torch.as_tensor(alone[sample][name]) for sample in sampler])
+            assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
 
 
 def test_augmentation_leaves_the_global_generator_alone(augmented):
@@ -453,3 +463,123 @@ def test_augmentation_leaves_the_global_generator_alone(augmented):
     dataset[3]
 
     assert torch.equal(torch.rand(4), expected)
+
+
+# Mixing
+
+
+@pytest.fixture
+def plain():
+    return build_augmentation((16, 24))  # nothing random: only the resize
+
+
+def mixture(mixed, own, other):
+    """The share of the first image, and what is left where a mixture of the two is taken away."""
+    share = ((mixed - other) * (own - other)).sum() / (own - other).square().sum()
+    return share.item(), (mixed - (share * own + (1 - share) * other)).abs().max().item()
+
+
+def test_mixup_is_the_mixture_of_two_images_of_the_split_and_of_their_labels(image_processor, photographs, plain):
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=1.0))
+    whole = make_dataset(image_processor, photographs, plain)
+    images = [whole[row]["pixel_values"] for row in range(12)]
+    shares, partners = [], set()
+
+    for row in range(12):
+        mixed = dataset[Sample(5, 0, row)]
+        fits = [(*mixture(mixed["pixel_values"], images[row], images[i]), i) for i in range(12) if i != row]
+        share, rest, partner = min(fits, key=lambda fit: fit[1])
+        assert rest < 1e-5
+        expected = torch.zeros(2)
+        expected[row % 2] += share
+        expected[partner % 2] += 1 - share
+        torch.testing.assert_close(mixed["labels"], expected, rtol=0, atol=1e-4)
+        shares.append(share)
+        partners.add(partner)
+
+    assert 0 <= min(shares) < 0.4 < 0.6 < max(shares) <= 1
+    assert len(partners) > 4
+
+
+def test_cutmix_takes_a_rectangle_of_another_image_and_its_share_of_the_label(image_processor, plain):
+    noise = [Image.fromarray(np.random.randint(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(12)]
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = Dataset.from_dict({"image": noise, "label": [0, 1] * 6}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, [plain], Mixing(2, cutmix_alpha=1.0))
+    images = torch.stack([ImageClassificationDataset(rows, image_processor)[row]["pixel_values"] for row in range(12)])
+
+    for row in range(12):
+        mixed = dataset[Sample(1, 0, row)]
+        foreign = (mixed["pixel_values"] != images[row]).any(0)  # (height, width)
+        height, width = foreign.any(1).sum(), foreign.any(0).sum()
+        assert foreign.sum() == height * width  # a rectangle
+        (origin, *_) = (i for i in range(12) if torch.equal(mixed["pixel_values"][:, foreign], images[i][:, foreign]))
+        foreign_share = height * width / (16 * 24)
+        expected = torch.eye(2)[row % 2] * (1 - foreign_share) + torch.eye(2)[origin % 2] * foreign_share
+        torch.testing.assert_close(mixed["labels"], expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs, plain):
+    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.5, label_smoothing=0.2)
+    dataset = make_dataset(image_processor, photographs, plain, None, mixing=mixing)
+
+    labels = torch.stack([dataset[Sample(0, stage, row)]["labels"] for row in range(12)])
+
+    assert torch.allclose(labels.sum(1), torch.ones(12))
+    assert labels.min() >= 0.1 - 1e-6
+    unmixed = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).repeat(6, 1)
+    equal = torch.isclose(labels, unmixed).all(1)
+    assert equal.all() if stage == 1 else 2 <= equal.sum() <= 10
+
+
+def test_sample_is_the_same_in_any_batch(augmented):
+    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0)
+    samples = [Sample(2, 0, row) for row in (4, 7, 1, 9)]
+
+    together = augmented(mixing=mixing).__getitems__(samples)
+
+    for sample, row in zip(samples, together, strict=True):
+        alone = augmented(mixing=mixing)[sample]
+        assert torch.equal(alone["pixel_values"], row["pixel_values"])
+        assert torch.equal(alone["labels"], row["labels"])
+
+
+# Order and stages
+
+
+def test_sampler_draws_every_row_once_in_an_order_of_the_epoch():
+    sampler, again = EpochSampler(50, seed=4), EpochSampler(50, seed=4)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.append([sample.row for sample in sampler])
+        assert {sample.epoch for sample in sampler} == {epoch}
+    again.set_epoch(2)
+
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != list(range(50))
+    assert [sample.row for sample in again] == orders[2]
+    assert [sample.row for sample in EpochSampler(50, seed=5)] != orders[0]
+
+
+def test_stage_changes_between_two_steps_only():
+    sampler = EpochSampler(20, seed=0, batch_size=8, stage=lambda epochs: int(epochs >= 1.3))
+
+    first = [sample.stage for sample in sampler]
+    sampler.set_epoch(1)
+    second = [sample.stage for sample in sampler]
+
+    assert first == [0] * 20
+    assert second == [0] * 8 + [1] * 12  # 1.3 epochs are 26 rows; the step that begins at row 28 is the first beyond
+
+
+def test_label_out_of_range_is_named(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": Value("int64")})
+    rows = Dataset.from_dict({"image": [photographs[0].resize((9, 9))] * 5, "label": [0, 1, 1, 2, 0]}, features)
+    table = rows.data.table.replace_schema_metadata(None)
+    names = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    Dataset(table, info=DatasetInfo(features=names)).to_parquet(tmp_path / "train.parquet")
+
+    with pytest.raises(UserError, match=r"1 rows of train have a label outside 0 to 1; the first is row 3 with 2"):
+        load_splits(str(tmp_path))

@@ -48,11 +48,19 @@ def test_run_learns(run):
 def test_run_leaves_its_results(run):
     output_dir, metrics = run
 
-    assert json.loads((output_dir / "metrics.json").read_text()) == metrics
+    report = json.loads((output_dir / "metrics.json").read_text())
+    assert {name: report[name] for name in metrics} == metrics
+    matrix = np.array(report["confusion_matrix"])
+    assert matrix.sum() == 360
+    assert matrix.trace() / 360 == pytest.approx(metrics["test_accuracy"])
+    assert report["per_class"]["3"]["recall"] == pytest.approx(matrix[3, 3] / matrix[3].sum())
+    assert report["command"].startswith("python train.py --hidden_size 32")
     text = (output_dir / "recipe.yaml").read_text()
     assert text.startswith("# python train.py --hidden_size 32")
     assert yaml.safe_load(text) | {"hidden_size": 32, "data": "digits", "learning_rate": 0.004} == yaml.safe_load(text)
-    assert {"model.safetensors", "config.json", "preprocessor_config.json"} <= {p.name for p in output_dir.iterdir()}
+    assert {"model.safetensors", "config.json", "preprocessor_config.json", "curves.png"} <= {
+        p.name for p in output_dir.iterdir()
+    }
 
 
 def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.arguments import ViTTrainingArguments
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.metrics import compute_metrics, rank_top5
+from hf_vit_scratch.metrics import compute_metrics, summarise_logits
 from hf_vit_scratch.trainer import ViTTrainer
 
 STYLES = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
@@ -49,7 +49,7 @@ def make_trainer(output_dir, fields=None, multi_label=False, **arguments):
         train_dataset=RandomImages(multi_label=multi_label),
         eval_dataset=RandomImages(16, multi_label, seed=1),
         compute_metrics=None if multi_label else compute_metrics,
-        preprocess_logits_for_metrics=None if multi_label else rank_top5,
+        preprocess_logits_for_metrics=None if multi_label else summarise_logits,
     )
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .augmentation import POLICIES
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, ViTScratchConfig
 from .errors import UserError, blame_the_user
 
@@ -72,14 +74,30 @@ class DataArguments:
 
 @dataclass
 class AugmentationArguments:
-    """The arguments of `hf_vit_scratch.augmentation.build_augmentation`."""
+    """The arguments of `hf_vit_scratch.augmentation.training_stages`."""
 
+    initial_image_size: list[int] | None = _flag(None, "Pixels in the first part of training: one number or two.")
+    initial_image_size_fraction: float = _flag(0.0, "Share of training that the first part lasts.")
+    augmentation_off_fraction: float = _flag(0.0, "Share of training, at its end, without augmentation and mixing.")
     random_resized_crop_scale: float | None = _flag(None, "Least share of the area that a random resized crop keeps.")
     crop_padding: int = _flag(0, "Padding in pixels before a random crop.")
     horizontal_flip_prob: float = _flag(0.0, "Probability of a mirror image.")
     rotation_degrees: float = _flag(0.0, "Largest rotation to either side.")
     translation: float = _flag(0.0, "Largest shift, as a share of height and width.")
     scaling: float = _flag(0.0, "Largest relative change of size.")
+    auto_augment: str | None = _flag(None, f"A policy: {' or '.join(POLICIES)}.")
+    randaugment_num_ops: int = _flag(2, "Operations that RandAugment draws per image.")
+    randaugment_magnitude: int = _flag(9, "Strength of RandAugment, 0 to 30.")
+    random_erasing_prob: float = _flag(0.0, "Probability that a random rectangle turns grey.")
+
+
+@dataclass
+class MixingArguments:
+    """The arguments of `hf_vit_scratch.augmentation.Mixing`."""
+
+    mixup_alpha: float = _flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
+    cutmix_alpha: float = _flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
+    mixing_prob: float = _flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
 
 
 @dataclass
@@ -98,8 +116,22 @@ class ViTTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = _flag("accuracy", "Validation metric that says which model is best.")
     optim: str = _flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
+    # Ours.
+    muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
+    muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
+    layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")
+    ema_decay: float | None = _flag(
+        None, "Decay per step of a moving average of the weights, which is then the model."
+    )
+    max_train_minutes: float | None = _flag(
+        None, "Minutes to train, if the epochs do not end before; the schedule follows."
+    )
 
     def __post_init__(self) -> None:
+        for name, low, high in (("ema_decay", 0, 1), ("layer_decay", 0, 1), ("max_train_minutes", 0, math.inf)):
+            value = getattr(self, name)
+            if value is not None and not low < value <= high:
+                raise UserError(f"{name} must lie above {low} and be at most {high}, got {value}.")
         if not torch.accelerator.is_available():
             # Without this, processes that torchrun starts do not find each other, and each would train alone.
             self.use_cpu = True
@@ -107,8 +139,14 @@ class ViTTrainingArguments(TrainingArguments):
         super().__post_init__()
 
 
-ARGUMENT_TYPES: tuple[Any, ...] = (ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments)
-Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, ViTTrainingArguments]
+ARGUMENT_TYPES: tuple[Any, ...] = (
+    ModelArguments,
+    DataArguments,
+    AugmentationArguments,
+    MixingArguments,
+    ViTTrainingArguments,
+)
+Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, MixingArguments, ViTTrainingArguments]
 
 
 class RecipeParser(HfArgumentParser):
@@ -199,14 +237,62 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratch
         raise UserError(str(error)) from error
 
 
-def resolve_checkpoint(args: ViTTrainingArguments) -> str | None:
+def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> dict[str, Any]:
+    """The arguments of `training_stages`, for a model.
+
+    Raises:
+        UserError: The model cannot take the initial image size.
+    """
+    given = dict(vars(args))
+    size = given["initial_image_size"]
+    if size is not None:
+        pair = (*size, *size)[:2]
+        for axis, pixels, patch in zip(("height", "width"), pair, config.patch_height_width, strict=True):
+            if pixels < patch or pixels % patch != 0:
+                raise UserError(
+                    f"initial_image_size ({axis} {pixels}) must be divisible by patch_size ({axis} {patch})."
+                )
+        given["initial_image_size"] = pair
+    return given
+
+
+# What a resumed run may change: none of it moves a weight.
+RESUMABLE = {
+    "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
+    "disable_tqdm", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_pin_memory", "save_steps", "save_strategy", "save_total_limit", "eval_steps", "eval_strategy",
+    "per_device_eval_batch_size", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "use_cpu",
+}  # fmt: skip
+
+
+def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | None:
     """The checkpoint to continue from, after making sure that no other run is overwritten.
 
     `--resume_from_checkpoint` takes a folder, or `true` for the newest checkpoint in `output_dir`.
 
+    Args:
+        args: The arguments.
+        recipe: The resolved recipe, to be compared with that of the run.
+
     Raises:
-        UserError: `output_dir` holds a run that is not to be continued, or there is no checkpoint to continue from.
+        UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
+            the run was begun with another recipe.
     """
+    checkpoint = _find_checkpoint(args)
+    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
+    if begun is not None and begun.is_file():
+        was, now = (yaml.safe_load(text) or {} for text in (begun.read_text(encoding="utf-8"), recipe))
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in RESUMABLE]
+        if changed:
+            listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
+            raise UserError(
+                f"{checkpoint} belongs to a run with another recipe: {listed}. Repeat the run's own command, which "
+                f"{begun} begins with, and add --resume_from_checkpoint true."
+            )
+    return checkpoint
+
+
+def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
     output_dir = Path(args.output_dir)
     wanted = str(args.resume_from_checkpoint or "false")
     if wanted.lower() == "true":

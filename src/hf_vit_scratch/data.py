@@ -7,9 +7,10 @@ Hub. Whatever the source, the splits have the columns `image` (encoded, see `dec
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.data import get_worker_info
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
+from .augmentation import Mixing
 from .errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ def load_splits(
     if len(set(chosen)) < len(chosen):
         raise UserError(f"{data}: train, validation and test must be different splits, got {wanted}.")
     train = source[train_split]
+    _refuse_unknown_labels(data, train_split, train)
     counts = np.bincount(train["label"], minlength=train.features["label"].num_classes)
     splits = {}
     for name, fraction in (("validation", validation_fraction), ("test", test_fraction)):
@@ -97,6 +100,7 @@ def load_splits(
             logger.warning("%s: the split %r has rows without a label and is not used.", data, split)
             split = None
         if split is not None:
+            _refuse_unknown_labels(data, split, source[split])
             splits[name] = source[split]
         else:
             train, splits[name] = _cut(data, train, np.maximum(1, np.rint(fraction * counts).astype(int)), seed)
@@ -150,55 +154,141 @@ def decode_image(row: dict[str, Any] | None, name: str) -> Image.Image:
         raise _unreadable(path or name, error) from error
 
 
+class Sample(NamedTuple):
+    """Which image a training batch wants, and all that its random changes may depend on."""
+
+    epoch: int
+    stage: int
+    row: int
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    """Every row once per epoch, in an order that depends on nothing but (seed, epoch), with the stage of training.
+
+    Drawn in the main process, so that worker processes and resumed runs get the same.
+
+    Args:
+        size: Number of rows.
+        seed: Seed of the order.
+        batch_size: Rows per optimizer step, over all devices; a stage changes between two steps only.
+        stage: From the epochs passed, a fraction, to the number of the stage.
+    """
+
+    def __init__(self, size: int, seed: int, batch_size: int = 1, stage: Callable[[float], int] = lambda _: 0):
+        self.size = size
+        self.seed = seed
+        self.batch_size = batch_size
+        self.stage = stage
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; `ViTTrainer` calls this before each."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Sample]:
+        epoch = self.epoch
+        seeds = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(int(seeds[0]) >> 1)).tolist()
+        stage = 0
+        for position, row in enumerate(order):
+            if position % self.batch_size == 0:
+                stage = self.stage(epoch + position / self.size)
+            yield Sample(epoch, stage, row)
+
+
 class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset as `pixel_values` (C, height, width) and `labels`, ready for the Trainer's default collator.
 
-    With `augment`, images are augmented, each from a random state that depends on nothing but (seed, epoch, index):
-    not on the order, the number of worker processes, or what was drawn before.
+    With `stages`, images are augmented and mixed, each from a random state that depends on nothing but (seed, epoch,
+    row): not on the order, the batch, the number of worker processes, or what was drawn before. The partner that an
+    image is mixed with is any other image of the split, as it is augmented in the same epoch.
 
     Args:
         rows: A split of `load_splits`.
-        image_processor: Rescales and normalises; without `augment` it also resizes. It is saved with the model, so
+        image_processor: Rescales and normalises; without augmentation it also resizes. It is saved with the model, so
             that a pipeline sees what the model was evaluated on.
-        augment: An RGB image to a uint8 tensor (C, height, width), random by torch's global generator.
-        seed: Seed of the augmentation.
+        stages: The augmentation of each stage of training, an RGB image to a uint8 tensor (C, height, width), random
+            by torch's global generator; `None` for a stage without augmentation and mixing. For evaluation, nothing.
+        mixing: Makes the targets of training; in stages without augmentation it smooths only.
+        seed: Seed of augmentation and mixing.
     """
 
     def __init__(
         self,
         rows: Dataset,
         image_processor: ViTImageProcessor,
-        augment: Callable[[Image.Image], Tensor] | None = None,
+        stages: Sequence[Callable[[Image.Image], Tensor] | None] = (None,),
+        mixing: Mixing | None = None,
         seed: int = 0,
     ):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.image_processor = image_processor
-        self.augment = augment
+        self.stages = stages
+        self.mixing = mixing
         self.seed = seed
-        # In shared memory, so that worker processes that outlive an epoch see the next one.
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._decoded: dict[int, Image.Image] = {}
         self._decoded_bytes = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's augmentation; `ViTTrainer` calls this before each epoch."""
-        self.epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
+    def __getitem__(self, key: int | Sample) -> dict[str, Any]:
+        return self.__getitems__([key])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, keys: Sequence[int | Sample]) -> list[dict[str, Any]]:
         """A whole batch at once, which the data loader asks for where it can."""
-        images, labels = self._read(indices)
-        if self.augment is not None:
-            images = self._augmented(indices, images)
-        pixel_values = self.image_processor(images, do_resize=self.augment is None, return_tensors="pt")[
-            "pixel_values"
-        ]
-        return [{"pixel_values": x, "labels": y} for x, y in zip(pixel_values, labels, strict=True)]
+        samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
+        augment = self.stages[samples[0].stage]
+        with _restored_rng_state():
+            # Whom to mix with is drawn first, so that a partner that is wanted twice is made only once.
+            partners = self._partners(samples) if augment is not None else {}
+            wanted = dict.fromkeys([*samples, *partners.values()])
+            rows = {sample: row for sample, row in zip(wanted, self._prepare(list(wanted), augment), strict=True)}
+            batch = []
+            for sample in samples:
+                pixel_values, label = rows[sample]
+                if sample in partners:
+                    partner_values, partner_label = rows[partners[sample]]
+                    self._seed(sample, 2)
+                    assert self.mixing is not None
+                    pixel_values, label = self.mixing.mix(
+                        torch.stack((pixel_values, partner_values)), torch.stack((label, partner_label))
+                    )
+                batch.append({"pixel_values": pixel_values, "labels": label})
+        if self.mixing is not None and self.mixing.changes_targets:
+            for row in batch:
+                row["labels"] = self.mixing.smooth(row["labels"][None])[0]
+        return batch
+
+    def _prepare(
+        self, samples: list[Sample], augment: Callable[[Image.Image], Tensor] | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        images, labels = self._read([sample.row for sample in samples])
+        if augment is not None:
+            for place, sample in enumerate(samples):
+                self._seed(sample, 0)
+                images[place] = augment(images[place])
+        pixel_values = self.image_processor(images, do_resize=augment is None, return_tensors="pt")["pixel_values"]
+        return list(zip(pixel_values, torch.tensor(labels), strict=True))
+
+    def _partners(self, samples: list[Sample]) -> dict[Sample, Sample]:
+        """For each sample that is mixed, the sample that it is mixed with."""
+        if self.mixing is None or not self.mixing.mixing_prob or len(self) < 2:
+            return {}
+        partners = {}
+        for sample in samples:
+            self._seed(sample, 1)
+            if torch.rand(()) < self.mixing.mixing_prob:
+                other = int(torch.randint(len(self) - 1, ()))
+                partners[sample] = sample._replace(row=other + (other >= sample.row))
+        return partners
+
+    def _seed(self, sample: Sample, purpose: int) -> None:
+        key = [self.seed, sample.epoch, sample.row, purpose]
+        torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
 
     def _read(self, indices: list[int]) -> tuple[list[Any], list[int]]:
         rows = self.rows[indices]
@@ -215,18 +305,27 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             images.append(image)
         return images, rows["label"]
 
-    def _augmented(self, indices: list[int], images: list[Image.Image]) -> list[Tensor]:
-        assert self.augment is not None
-        state = torch.get_rng_state()  # once per batch: this costs ten times as much as seeding
-        try:
-            augmented = []
-            for index, image in zip(indices, images, strict=True):
-                seeds = np.random.SeedSequence([self.seed, int(self.epoch), index]).generate_state(1, np.uint64)
-                torch.default_generator.manual_seed(int(seeds[0]))
-                augmented.append(self.augment(image))
-            return augmented
-        finally:
-            torch.set_rng_state(state)
+
+@contextmanager
+def _restored_rng_state() -> Iterator[None]:
+    """Leave torch's generator as it was; once per batch, as this costs ten times as much as seeding."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
+    """A class id out of range would end in a fault on the device, much later and without a name."""
+    names = rows.features["label"].names
+    labels = np.asarray([-1 if label is None else label for label in rows["label"]])
+    unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
+    if len(unknown):
+        raise UserError(
+            f"{data}: {len(unknown)} rows of {split} have a label outside 0 to {len(names) - 1}; the first is row "
+            f"{unknown[0]} with {labels[unknown[0]]}. Correct or delete them."
+        )
 
 
 def _load_source(data: str, data_config: str | None) -> DatasetDict:

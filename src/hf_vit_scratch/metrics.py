@@ -1,14 +1,17 @@
-"""Top-1 and top-5 accuracy, as an `evaluate.Metric` of our own: `evaluate.load` would need the network."""
+"""Metrics of classification, computed offline: `evaluate.load` would need the network."""
 
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import evaluate
 import numpy as np
+from sklearn.metrics import classification_report, confusion_matrix
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import EvalPrediction
 
-METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")  # of an evaluation; the loss is the Trainer's
+METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")  # of an evaluation
+CALIBRATION_BINS = 15
 
 
 class TopKAccuracy(evaluate.Metric):
@@ -34,12 +37,61 @@ class TopKAccuracy(evaluate.Metric):
         return {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
 
 
-def rank_top5(logits: Tensor, labels: Tensor) -> Tensor:
-    """Reduce logits (B, L) to the ids of the five best classes (B, 5), so that an evaluation needs little memory."""
-    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+def summarise_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Reduce logits (B, L) to what the metrics need, so that an evaluation needs little memory.
+
+    Returns:
+        The ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy (B,).
+    """
+    logits = logits.float()
+    return (
+        logits.topk(min(5, logits.shape[-1]), dim=-1).indices,
+        logits.softmax(dim=-1).amax(dim=-1),
+        F.cross_entropy(logits, labels, reduction="none"),
+    )
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """The Trainer's metrics from ranked predictions (N, 5) and class ids (N,)."""
+    """The Trainer's metrics from the summaries of `summarise_logits` and class ids (N,)."""
+    ranked, _, losses = cast(tuple[np.ndarray, ...], evaluation.predictions)
     metric = TopKAccuracy(keep_in_memory=True)
-    return metric.compute(predictions=evaluation.predictions, references=evaluation.label_ids)
+    accuracies = metric.compute(predictions=ranked, references=evaluation.label_ids)
+    return {**accuracies, "exact_loss": float(losses.mean(dtype=np.float64))}
+
+
+def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
+    """Per class, which classes are taken for which, and how far confidence can be believed.
+
+    Args:
+        predictions: The summaries of `summarise_logits`, of N images.
+        labels: Class ids (N,).
+        label_names: Names of the L classes.
+
+    Returns:
+        `per_class`: precision, recall, f1-score and support of each class. `confusion_matrix`: L rows of L counts, row
+        the true class, column the predicted one. `calibration`: the expected calibration error (Guo et al. 2017,
+        https://arxiv.org/abs/1706.04599, equation 3) and for each of its bins of confidence the upper edge, the number
+        of images, their mean confidence and their accuracy.
+    """
+    ranked, confidence, _ = predictions
+    best, ids = ranked[:, 0], list(range(len(label_names)))
+    per_class = classification_report(
+        labels, best, labels=ids, target_names=label_names, output_dict=True, zero_division=0.0
+    )
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
+    bins = []
+    for number, edge in enumerate(edges):
+        inside = np.digitize(confidence, edges, right=True) == number
+        if inside.any():
+            bins.append({
+                "confidence_up_to": round(float(edge), 4),
+                "images": int(inside.sum()),
+                "mean_confidence": float(confidence[inside].mean()),
+                "accuracy": float((best == labels)[inside].mean()),
+            })  # fmt: skip
+    error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(labels)
+    return {
+        "per_class": {name: per_class[name] for name in label_names},
+        "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
+        "calibration": {"expected_calibration_error": error, "bins": bins},
+    }

@@ -1,53 +1,182 @@
 """What training a Vision Transformer from scratch needs beyond the stock Trainer."""
 
+import json
+import os
+import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from torch import nn
-from transformers import Trainer, TrainerCallback
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from .data import ImageClassificationDataset
+from .arguments import ViTTrainingArguments
+from .data import EpochSampler, ImageClassificationDataset
 from .errors import UserError
+from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
+
+# Beside the Trainer's own files in a checkpoint.
+TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
+PROGRESS_NAME = "progress.json"
+STAGING = ".incomplete"  # a checkpoint that is being written
+# Processes agree on stopping every so many steps; on an accelerator this waits for the device.
+STEPS_BETWEEN_AGREEMENTS = 10
 
 
-class _SetEpoch(TrainerCallback):
-    """Tell the dataset its epoch; accelerate does so for one process that starts afresh, and for no other."""
+class _Hooks(TrainerCallback):
+    """The Trainer's events, handed to `ViTTrainer`."""
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        if isinstance(train_dataloader.dataset, ImageClassificationDataset):
-            train_dataloader.dataset.set_epoch(int(state.epoch or 0))
+    def __init__(self, trainer: "ViTTrainer"):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.sampler is not None:
+            self.trainer.sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.after_step(control)
 
 
 class ViTTrainer(Trainer):
-    """The stock `Trainer` with decay groups for images, strict checkpoints, and throughput in the log."""
+    """The stock `Trainer` with what the best recipes need, and with exact losses and exact resumption.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    Added: the optimizer of `hf_vit_scratch.optimization`, a moving average of the weights, training for a given time,
+    the stages of `ImageClassificationDataset`, batches weighted by their images, whole checkpoints or none, the links
+    `best` and `last` to them, a stop at SIGTERM and at a loss that is not finite, and throughput in the log.
+
+    Args:
+        args: As of the stock Trainer.
+        stage: The stage of training from the share of it that is done.
+        kwargs: As of the stock Trainer; `args` must be `ViTTrainingArguments`.
+    """
+
+    args: ViTTrainingArguments
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.add_callback(_SetEpoch())
+        self.add_callback(_Hooks(self))
+        self.stage = stage
+        self.sampler: EpochSampler | None = None
+        self.stopped = False  # by SIGTERM
+        self._stop_requested = False
+        self._ema: AveragedModel | None = None
+        self._images_in_step = self._batches_in_step = 0
         self._images = 0  # trained on in this process since the last log
         self._logged_time: float | None = None
+        self._seconds_before = 0.0  # of training, in the runs that this one resumes
+        self._start_time = 0.0
+        self._progress = 0.0
+        self._staging = False
+        if self.args.ema_decay is not None and self.is_fsdp_enabled:
+            raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
 
     @property
     def has_started(self) -> bool:
         """Whether training has come to its first step."""
         return self._logged_time is not None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the stock Trainer does."""
+    # Training
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the stock Trainer does; at the end the model holds the averaged weights if there are any.
+
+        Raises:
+            UserError: The loss is not finite, or a checkpoint does not fit.
+        """
         self._logged_time = None
-        return super().train(*args, **kwargs)
+        self._start_time = time.perf_counter()
+        self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
+        shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
+        if self.args.ema_decay is not None:
+            self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
+        if isinstance(resume_from_checkpoint, str):
+            self._load_progress(Path(resume_from_checkpoint))
+        with self._stopping_at_sigterm():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        # A best model that was loaded is an averaged one already.
+        best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+        if self._ema is not None and not best_was_loaded:
+            self._swap_averaged_weights()
+        self._ema = None
+        return output
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to: the weights of linear layers and convolutions, nothing else.
+        """The parameters that weight decay applies to."""
+        return decayed_parameters(model)
 
-        So biases, norms, the class token and the positions stay undecayed (Beyer et al. 2022,
-        https://arxiv.org/abs/2205.01580, and its code); the stock Trainer decays the last two.
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW as the arguments say, or Muon with it; with layer-wise learning rates."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            groups = parameter_groups(
+                self.model,
+                learning_rate=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                layer_decay=self.args.layer_decay,
+                muon=self.args.muon,
+                muon_learning_rate=self.args.muon_learning_rate,
+            )
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if self.args.muon:
+                if optimizer_class is not torch.optim.AdamW:
+                    raise UserError(f"muon goes together with AdamW only, got optim {self.args.optim}.")
+                self.optimizer = MuonWithAdamW(groups, **options)
+            else:
+                self.optimizer = optimizer_class(groups, **options)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The stock schedule; with `max_train_minutes` it follows the clock where that is ahead of the steps."""
+        if self.args.max_train_minutes is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = schedule_by_progress(
+            self.args.lr_scheduler_type,
+            optimizer or self.optimizer,
+            lambda: self._progress,
+            self.args.get_warmup_steps(num_training_steps) / num_training_steps,
+            cast(dict[str, Any] | None, self.args.lr_scheduler_kwargs),
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, ImageClassificationDataset):
+            return super()._get_train_sampler(train_dataset)
+        args = self.args
+        batch_size = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        epochs = args.max_steps * batch_size / len(rows) if args.max_steps > 0 else args.num_train_epochs
+        seed = args.seed if args.data_seed is None else args.data_seed
+        self.sampler = EpochSampler(
+            len(rows), seed, batch_size, lambda passed: self.stage(max(passed / epochs, self._progress))
+        )
+        return self.sampler
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of one optimizer step; remember how many images they hold together."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._images_in_step = sum(len(batch["labels"]) for batch in batches if "labels" in batch)
+        self._batches_in_step = len(batches)
+        return batches, num_items
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss, in training weighted so that every image of an optimizer step counts the same.
+
+        The Trainer takes the mean of the means of the batches that it accumulates, of which the last may be smaller.
         """
-        return [
-            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
-        ]
+        output = super().compute_loss(model, inputs, *args, **kwargs)
+        if not model.training or not self._images_in_step:
+            return output
+        weight = len(inputs["labels"]) * self._batches_in_step / self._images_in_step
+        return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """One forward and backward pass; the first one starts the clock of the throughput."""
@@ -55,6 +184,84 @@ class ViTTrainer(Trainer):
             self._images, self._logged_time = 0, time.perf_counter()
         self._images += len(inputs["pixel_values"])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Nothing: the stock estimate is made for text, and walks the whole model at every step."""
+        return 0
+
+    def after_step(self, control: Any) -> None:
+        """What follows an optimizer step: the average, the clock, and a stop that was asked for."""
+        if self._ema is not None:
+            self._ema.update_parameters(self.model)
+        if self.args.max_train_minutes is not None:
+            elapsed = self._seconds_before + time.perf_counter() - self._start_time
+            share = torch.tensor([elapsed / (60 * self.args.max_train_minutes)], device=self.args.device)
+            if self.args.world_size > 1:
+                torch.distributed.broadcast(share, src=0)  # all must follow one clock
+            self._progress = min(1.0, max(share.item(), self.state.global_step / self.state.max_steps))
+            control.should_training_stop |= self._progress >= 1
+        if self._all_agree_to_stop():
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def _all_agree_to_stop(self) -> bool:
+        if self.args.world_size == 1:
+            return self._stop_requested
+        if self.args.device.type != "cpu" and self.state.global_step % STEPS_BETWEEN_AGREEMENTS:
+            return False
+        asked = torch.tensor([float(self._stop_requested)], device=self.args.device)
+        torch.distributed.all_reduce(asked)
+        return bool(asked.item())
+
+    @contextmanager
+    def _stopping_at_sigterm(self) -> Iterator[None]:
+        def request(*_: Any) -> None:
+            self._stop_requested = True
+
+        try:
+            before = signal.signal(signal.SIGTERM, request)
+        except ValueError:  # not in the main thread, where no signal arrives
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        control = self.control
+        if (control.should_log or control.should_save or control.should_evaluate) and not torch.isfinite(tr_loss):
+            last = Path(self.args.output_dir) / "last"
+            good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
+            raise UserError(
+                f"The loss is {tr_loss.item()} since some step from {self._globalstep_last_logged + 1} to "
+                f"{self.state.global_step}. {good}. The likely cause is a learning rate that is too high "
+                f"({self._get_learning_rate():.3g} at this step), too short a warm-up, or 16-bit precision: try a "
+                "lower --learning_rate, a longer --warmup_steps, --qk_norm true, or --max_grad_norm 1."
+            )
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    # The moving average
+
+    def _swap_averaged_weights(self) -> None:
+        """Exchange the trained and the averaged weights."""
+        assert self._ema is not None
+        averages = dict(self._ema.module.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            parameter.data, averages[name].data = averages[name].data, parameter.data
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Work with the averaged weights, if there are any."""
+        if self._ema is None or self._ema.n_averaged == 0:
+            yield
+            return
+        self._swap_averaged_weights()
+        try:
+            yield
+        finally:
+            self._swap_averaged_weights()
+
+    # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `images_per_second`, since the last such line and without evaluation and saving, to the training log."""
@@ -64,14 +271,101 @@ class ViTTrainer(Trainer):
             self._images, self._logged_time = 0, now
         super().log(logs, start_time)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate, as the stock Trainer does."""
-        with self._clock_stopped():
-            return super().evaluate(*args, **kwargs)
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the averaged weights if there are any; every image counts once in the loss."""
+        with self._clock_stopped(), self._averaged_weights():
+            output = super().evaluation_loop(*args, **kwargs)
+        metrics = cast(dict[str, float], output.metrics)
+        for name in list(metrics):
+            # The stock mean counts the images twice with which a last batch is filled up for many devices.
+            if name.endswith("_exact_loss"):
+                metrics[name.replace("_exact_loss", "_loss")] = metrics.pop(name)
+        return output
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._clock_stopped():
-            super()._save_checkpoint(*args, **kwargs)
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint aside and then give it its name, so that one with a name is whole."""
+        run_dir = Path(self.args.output_dir)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged, final = run_dir / STAGING / name, run_dir / name
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and (best == final or best.is_dir()):
+            self.state.best_model_checkpoint = str(best)
+        try:
+            with self._clock_stopped():
+                if self.args.should_save:
+                    staged.mkdir(parents=True, exist_ok=True)
+                    self._save_progress(staged)
+                self._staging = True
+                with self._averaged_weights():
+                    super()._save_checkpoint(model, trial)
+                self._staging = False
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self._publish(staged, final)
+                self.accelerator.wait_for_everyone()
+        except (OSError, RuntimeError) as error:
+            self._staging = False
+            if not isinstance(error, OSError) and "No space left" not in str(error):
+                raise
+            shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+            last = run_dir / "last"
+            kept = f"{last.resolve()} is whole" if last.exists() else "there is none yet"
+            raise UserError(f"{final} cannot be written: {error}. The last checkpoint: {kept}.") from error
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return os.path.join(run_dir, STAGING) if self._staging else run_dir
+
+    def _publish(self, staged: Path, final: Path) -> None:
+        if final.exists():  # of an earlier attempt at the same step
+            shutil.rmtree(final)
+        os.replace(staged, final)
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        rotate_checkpoints(
+            output_dir=str(final.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        best = Path(self.state.best_model_checkpoint or "")
+        for link, target in (("last", final), ("best", best)):
+            if target.name and target.is_dir():
+                aside = final.parent / f".{link}"
+                aside.unlink(missing_ok=True)
+                aside.symlink_to(target.name)
+                os.replace(aside, final.parent / link)
+
+    def _save_progress(self, folder: Path) -> None:
+        """What the Trainer does not keep: the time spent, and the trained weights where the average is the model."""
+        seconds = self._seconds_before + time.perf_counter() - self._start_time
+        averaged = 0 if self._ema is None else int(self._ema.n_averaged)
+        if averaged:
+            state = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
+            save_file(state, folder / TRAINED_WEIGHTS, metadata={"format": "pt"})
+        (folder / PROGRESS_NAME).write_text(json.dumps({"seconds": seconds, "averaged_steps": averaged}))
+
+    def _load_progress(self, folder: Path) -> None:
+        try:
+            progress = json.loads((folder / PROGRESS_NAME).read_text())
+        except FileNotFoundError:  # a checkpoint of the stock Trainer
+            progress = {"seconds": 0.0, "averaged_steps": 0}
+        self._seconds_before = progress["seconds"]
+        if bool(progress["averaged_steps"]) != (self._ema is not None):
+            raise UserError(
+                f"{folder} was saved {'with' if progress['averaged_steps'] else 'without'} a moving average of the "
+                "weights. Resume with the same --ema_decay."
+            )
+        if self._ema is not None:
+            self._ema.n_averaged.fill_(progress["averaged_steps"])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._ema is not None:  # the file of the model holds the average
+            self._ema.module.load_state_dict(self.model.state_dict())
+            trained = load_file(Path(resume_from_checkpoint) / TRAINED_WEIGHTS)
+            self._issue_warnings_after_load(self.model.load_state_dict(trained, strict=False))
 
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
@@ -95,3 +389,21 @@ class ViTTrainer(Trainer):
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
                 "Resume with the configuration that the checkpoint was made with."
             )
+
+
+@contextmanager
+def advising_on_memory(args: ViTTrainingArguments) -> Iterator[None]:
+    """Say what to change when memory runs out.
+
+    Raises:
+        UserError: In the place of torch's `OutOfMemoryError`.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        raise UserError(
+            f"The device ran out of memory with {batch} images per batch. The same result comes from smaller batches: "
+            f"--per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps {2 * steps}. Or use "
+            "--gradient_checkpointing true, --bf16 true, a smaller --image_size, or --auto_find_batch_size true."
+        ) from error
