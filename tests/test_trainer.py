@@ -9,13 +9,17 @@ import pytest
 import torch
 from helpers import TINY
 from safetensors.torch import load_file, save_file
+from transformers import ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.arguments import ViTTrainingArguments
+from hf_vit_scratch.augmentation import Mixing, training_stages
+from hf_vit_scratch.data import ImageClassificationDataset, load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.metrics import compute_metrics, summarise_logits
-from hf_vit_scratch.trainer import ViTTrainer
+from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
+KINDS = {"single_label": {}, "multi_label": {"multi_label": True}, "mixed": {"mixed": True}}
 STYLES = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
 
 
@@ -36,7 +40,16 @@ class RandomImages(torch.utils.data.Dataset):
         return {"pixel_values": self.pixel_values[index], "labels": self.labels[index]}
 
 
-def make_trainer(output_dir, fields=None, multi_label=False, **arguments):
+def mixed_digits():
+    """Real images, augmented and mixed as in training; the sampler and the dataset are those of `train.py`."""
+    stages, stage = training_stages((16, 24), translation=0.1, augmentation_off_fraction=0.3)
+    mixing = Mixing(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.8, label_smoothing=0.1)
+    rows = load_digits()["train"].filter(lambda row: row["label"] < 5).select(range(24))
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    return ImageClassificationDataset(rows, processor, stages, mixing), stage
+
+
+def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **arguments):
     torch.manual_seed(1)
     problem = {"problem_type": "multi_label_classification"} if multi_label else {}
     model = ViTScratchForImageClassification(ViTScratchConfig(**TINY | (fields or {}) | problem))
@@ -46,8 +59,12 @@ def make_trainer(output_dir, fields=None, multi_label=False, **arguments):
     return ViTTrainer(
         model=model,
         args=ViTTrainingArguments(output_dir=str(output_dir), **defaults | arguments),
-        train_dataset=RandomImages(multi_label=multi_label),
-        eval_dataset=RandomImages(16, multi_label, seed=1),
+        **(
+            {"train_dataset": RandomImages(multi_label=multi_label)}
+            if not mixed
+            else dict(zip(("train_dataset", "stage"), mixed_digits(), strict=True))
+        ),
+        eval_dataset=RandomImages(15, multi_label, seed=1),
         compute_metrics=None if multi_label else compute_metrics,
         preprocess_logits_for_metrics=None if multi_label else summarise_logits,
     )
@@ -136,19 +153,38 @@ def test_checkpoint_with_other_tensors_is_refused(fault, tmp_path):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("multi_label", [False, True], ids=["single_label", "multi_label"])
-def test_accumulated_batches_train_as_one_large_batch_does(multi_label, tmp_path):
-    whole = make_trainer(tmp_path / "8x1", multi_label=multi_label)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [8, 10], ids=["even", "uneven"])  # 10: an epoch ends in 5 + 5, 5 + 5, 4 images
+def test_accumulated_batches_train_as_one_large_batch_does(kind, batch_size, tmp_path):
+    steps = {8: 4, 10: 2}[batch_size]
+    whole = make_trainer(tmp_path / "whole", **KINDS[kind], per_device_train_batch_size=batch_size)
     parts = make_trainer(
-        tmp_path / "2x4", multi_label=multi_label, per_device_train_batch_size=2, gradient_accumulation_steps=4
-    )
+        tmp_path / "parts", **KINDS[kind], per_device_train_batch_size=batch_size // steps,
+        gradient_accumulation_steps=steps,
+    )  # fmt: skip
 
     whole.train()
     parts.train()
 
+    assert len(whole.state.log_history) == len(parts.state.log_history) == 7
     for ours, theirs in zip(parts.state.log_history[:6], whole.state.log_history[:6], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-4)
+
+
+def test_last_step_of_an_epoch_weighs_every_image_the_same(tmp_path):
+    # 7 images in batches of 2, all in one step: 2 + 2 + 2 + 1.
+    images = RandomImages(7)
+    whole, parts = (
+        make_trainer(tmp_path / name, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        for name, size, steps in (("whole", 7, 1), ("parts", 2, 4))
+    )
+    for trainer in (whole, parts):
+        trainer.train_dataset = images
+        trainer.train()
+
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
+    assert parts.state.log_history[0]["grad_norm"] == pytest.approx(whole.state.log_history[0]["grad_norm"], abs=1e-5)
 
 
 def test_two_processes_train_as_one_does(tmp_path):
@@ -159,23 +195,23 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert done.returncode == 0, done.stderr
     two_processes = json.loads(output.read_text())
 
-    for multi_label, two in zip((False, True), two_processes, strict=True):
-        one = train_and_report(tmp_path / str(multi_label), multi_label, batch_size=8)
+    for kind, two in zip(KINDS, two_processes, strict=True):
+        one = train_and_report(tmp_path / kind, kind, batch_size=8)
 
         assert (one["world_size"], two["world_size"]) == (1, 2)
         assert len(one["history"]) == len(two["history"]) == 6
         for ours, theirs in zip(two["history"], one["history"], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-4)
-        assert two["eval_samples"] == one["eval_samples"] == 16
-        assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)
+        assert two["eval_samples"] == one["eval_samples"] == 15
+        if kind != "multi_label":  # which has no metrics of ours, so the stock loss counts a filled-up image twice
+            assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)
 
 
-def train_and_report(output_dir, multi_label, batch_size, **arguments):
+def train_and_report(output_dir, kind, batch_size, **arguments):
     """Train six steps in each of the processes that run this; return what the Trainer logged."""
     trainer = make_trainer(
-        output_dir, multi_label=multi_label, per_device_train_batch_size=batch_size, per_device_eval_batch_size=4,
-        **arguments,
+        output_dir, **KINDS[kind], per_device_train_batch_size=batch_size, per_device_eval_batch_size=4, **arguments,
     )  # fmt: skip
     trainer.train()
     predictions = trainer.predict(trainer.eval_dataset)
@@ -221,3 +257,139 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
 
 def test_images_are_not_dropped_as_unused_columns(tmp_path):
     assert ViTTrainingArguments(output_dir=str(tmp_path)).remove_unused_columns is False
+
+
+# The moving average
+
+
+def record_weights(trainer):
+    """The weights after each step, from the moment that the optimizer has changed them."""
+    history = []
+    after_step = trainer.after_step
+
+    def recording(control):
+        history.append(trainer.model.classifier.weight.detach().clone())
+        after_step(control)
+
+    trainer.after_step = recording
+    return history
+
+
+def test_average_equals_the_closed_form(tmp_path):
+    trainer = make_trainer(tmp_path, ema_decay=0.8)
+    history = record_weights(trainer)
+
+    trainer.train()
+
+    # The average starts at the first step's weights: 0.8^5 w_1 + sum of 0.2 * 0.8^(6 - k) w_k for k = 2 .. 6.
+    shares = [0.8**5, *(0.2 * 0.8 ** (6 - k) for k in range(2, 7))]
+    expected = sum(share * weights.double() for share, weights in zip(shares, history, strict=True))
+    torch.testing.assert_close(trainer.model.classifier.weight.double(), expected, rtol=0, atol=1e-6)
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_average_is_what_is_evaluated_and_training_goes_on_with_the_weights(tmp_path):
+    plain = make_trainer(tmp_path / "plain", eval_strategy="steps", eval_steps=3)
+    averaged = make_trainer(tmp_path / "averaged", eval_strategy="steps", eval_steps=3, ema_decay=0.9)
+
+    plain.train()
+    averaged.train()
+
+    for ours, theirs in zip(averaged.state.log_history, plain.state.log_history, strict=True):
+        if "loss" in ours:
+            assert ours["loss"] == theirs["loss"]
+        elif "eval_loss" in ours:
+            assert ours["eval_loss"] != theirs["eval_loss"]
+    final = averaged.state.log_history[-2]["eval_loss"]
+    assert averaged.evaluate()["eval_loss"] == pytest.approx(final, abs=1e-6)
+
+
+def test_best_average_is_reloaded(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, ema_decay=0.5,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+
+    trainer.train()
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+# What goes wrong
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    after_step = trainer.after_step
+
+    def spoil(control):
+        after_step(control)
+        if trainer.state.global_step == 3:
+            trainer.model.classifier.bias.data[0] = float("nan")
+
+    trainer.after_step = spoil
+    with pytest.raises(
+        UserError, match=r"The loss is nan since some step from 4 to 4\. .*checkpoint-2\. The likely cause"
+    ):
+        trainer.train()
+
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "last" / "model.safetensors").values())
+
+
+def run_out_of_memory_above(batch_size, trainer, monkeypatch):
+    step = type(trainer).training_step
+
+    def limited(self, model, inputs, *args, **kwargs):
+        if len(inputs["pixel_values"]) > batch_size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(type(trainer), "training_step", limited)
+
+
+def test_running_out_of_memory_says_what_to_change(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    run_out_of_memory_above(4, trainer, monkeypatch)
+
+    with (
+        pytest.raises(
+            UserError, match=r"with 8 images per batch\. .*_batch_size 4 --gradient_accumulation_steps 2\. Or"
+        ),
+        advising_on_memory(trainer.args),
+    ):
+        trainer.train()
+
+
+def test_batch_size_that_fits_is_found(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, mixed=True, auto_find_batch_size=True, ema_decay=0.5)
+    run_out_of_memory_above(4, trainer, monkeypatch)
+
+    trainer.train()
+
+    assert trainer.state.global_step == 6
+    assert trainer._train_batch_size <= 4
+
+
+def test_muon_with_another_optimizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"muon goes together with AdamW only, got optim sgd\."):
+        make_trainer(tmp_path, muon=True, optim="sgd").train()
+
+
+@pytest.mark.parametrize("arguments", [{"ema_decay": 1.5}, {"layer_decay": 0.0}, {"max_train_minutes": -1.0}], ids=str)
+def test_impossible_argument_is_refused(arguments, tmp_path):
+    (name,) = arguments
+    with pytest.raises(UserError, match=rf"{name} must lie above 0 and be at most"):
+        make_trainer(tmp_path, **arguments)
+
+
+def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=0.02, lr_scheduler_type="linear")
+
+    trainer.train()
+
+    rates = [logs["learning_rate"] for logs in trainer.state.log_history if "loss" in logs]
+    assert 10 < len(rates) < 100_000
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.95 * 1e-2
+    assert rates[-1] < 0.1 * 1e-2

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import torch.distributed
-from test_trainer import train_and_report
+from test_trainer import KINDS, train_and_report
 
 output = Path(sys.argv[1])
 reports = [
-    train_and_report(output.with_suffix(f".{kind}"), kind, 4, ddp_find_unused_parameters=False)
-    for kind in (False, True)
+    train_and_report(output.with_suffix(f".{kind}"), kind, 4, ddp_find_unused_parameters=False) for kind in KINDS
 ]
 if os.environ["RANK"] == "0":
     output.write_text(json.dumps(reports))

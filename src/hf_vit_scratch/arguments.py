@@ -256,6 +256,8 @@ def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> di
     return given
 
 
+STAGING = ".incomplete"  # folder, within that of the run, of a checkpoint that is being written
+
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
@@ -309,7 +311,9 @@ def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
         raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
     if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
         return str(checkpoint)
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+    # What is left of a run that was killed before its first checkpoint can be overwritten.
+    remains = {"recipe.yaml", STAGING}
+    if output_dir.exists() and (not output_dir.is_dir() or {path.name for path in output_dir.iterdir()} - remains):
         raise UserError(
             f"{output_dir} is not empty, and a run is never overwritten. Continue it with "
             "--resume_from_checkpoint true, choose another --output_dir, or delete it."

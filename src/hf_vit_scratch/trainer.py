@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.training_args import OptimizerNames
 
-from .arguments import ViTTrainingArguments
+from .arguments import STAGING, ViTTrainingArguments
 from .data import EpochSampler, ImageClassificationDataset
 from .errors import UserError
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
@@ -25,7 +27,6 @@ from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, s
 # Beside the Trainer's own files in a checkpoint.
 TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
 PROGRESS_NAME = "progress.json"
-STAGING = ".incomplete"  # a checkpoint that is being written
 # Processes agree on stopping every so many steps; on an accelerator this waits for the device.
 STEPS_BETWEEN_AGREEMENTS = 10
 
@@ -127,7 +128,9 @@ class ViTTrainer(Trainer):
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             if self.args.muon:
                 if optimizer_class is not torch.optim.AdamW:
-                    raise UserError(f"muon goes together with AdamW only, got optim {self.args.optim}.")
+                    raise UserError(
+                        f"muon goes together with AdamW only, got optim {OptimizerNames(self.args.optim).value}."
+                    )
                 self.optimizer = MuonWithAdamW(groups, **options)
             else:
                 self.optimizer = optimizer_class(groups, **options)
@@ -159,6 +162,13 @@ class ViTTrainer(Trainer):
             len(rows), seed, batch_size, lambda passed: self.stage(max(passed / epochs, self._progress))
         )
         return self.sampler
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        # The stock loop would train one step more when a run that has ended is resumed.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step; remember how many images they hold together."""
@@ -289,9 +299,6 @@ class ViTTrainer(Trainer):
         run_dir = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staged, final = run_dir / STAGING / name, run_dir / name
-        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        if self.state.best_global_step and (best == final or best.is_dir()):
-            self.state.best_model_checkpoint = str(best)
         try:
             with self._clock_stopped():
                 if self.args.should_save:
@@ -302,7 +309,11 @@ class ViTTrainer(Trainer):
                     super()._save_checkpoint(model, trial)
                 self._staging = False
                 self.accelerator.wait_for_everyone()
+                best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+                if self.state.best_global_step and (best == final or best.is_dir()):
+                    self.state.best_model_checkpoint = str(best)  # the stock Trainer has looked beside `staged`
                 if self.args.should_save:
+                    self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
                     self._publish(staged, final)
                 self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError) as error:
