@@ -1,5 +1,7 @@
 """The command line that makes saved models of other libraries ours, and the table of measured differences."""
 
+import argparse
+import json
 import math
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,7 +108,67 @@ def test_timm_folder(tmp_path, capsys):
     assert (processor.size["height"], processor.image_mean) == (32, (0.5, 0.5, 0.5))
 
 
+@pytest.mark.parametrize("options", [{}, {"global_pool": ""}, {"global_pool": "avg"}], ids=str)
+def test_timm_folder_without_a_head(options, tmp_path, capsys):
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0, depth=2, **options)
+    save_for_hf(
+        theirs, tmp_path / "theirs", safe_serialization=True, model_args={"img_size": 32, "depth": 2, **options}
+    )
+
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+    assert "outputs 0.0e+00" in capsys.readouterr().out
+    assert type(AutoModel.from_pretrained(tmp_path / "ours")) is ViTScratchModel
+
+
+def test_timm_folder_brings_its_labels_and_interpolation(tmp_path, capsys):
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=48, num_classes=2, depth=1)
+    theirs.pretrained_cfg |= {"interpolation": "bicubic", "crop_pct": 0.9, "input_size": (3, 48, 48)}
+    save_for_hf(theirs, tmp_path / "theirs", safe_serialization=True, model_args={"img_size": 48, "depth": 1},
+                model_config={"label_names": ["cat", "dog"]})  # fmt: skip
+
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "ours")
+    assert (processor.resample, processor.size["height"]) == (3, 48)
+    assert "timm crops to 0.9 of a larger resize, this one does not" in capsys.readouterr().out
+    assert ViTScratchConfig.from_pretrained(tmp_path / "ours").id2label == {0: "cat", 1: "dog"}
+
+
+def test_grey_timm_folder_gets_no_image_processor_of_rgb(tmp_path, capsys):
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2, depth=1, in_chans=1)
+    theirs.pretrained_cfg |= {"input_size": (1, 32, 32)}
+    save_for_hf(theirs, tmp_path / "theirs", safe_serialization=True,
+                model_args={"img_size": 32, "depth": 1, "in_chans": 1})  # fmt: skip
+
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+    assert "no image processor was written: stock ones make RGB" in capsys.readouterr().out
+    assert not (tmp_path / "ours" / "preprocessor_config.json").exists()
+
+
 # Files of weights
+
+
+def test_torchvision_file_with_the_names_of_old(tmp_path):
+    state = tiny_torchvision().state_dict()
+    old = {name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): x for name, x in state.items()}
+    for name, tensors in (("old", old), ("new", state)):
+        torch.save(tensors, tmp_path / f"{name}.pth")
+        assert convert(tmp_path / f"{name}.pth", tmp_path / name, "--num_attention_heads", "4") == 0
+
+    assert (tmp_path / "old/model.safetensors").read_bytes() == (tmp_path / "new/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "model."])
+def test_file_of_a_training_script_with_its_flags(prefix, tmp_path):
+    state = {prefix + name: tensor for name, tensor in tiny_timm().state_dict().items()}
+    torch.save({"epoch": 1, "args": argparse.Namespace(lr=0.1), "state_dict": state}, tmp_path / "theirs.pth")
+
+    assert convert(tmp_path / "theirs.pth", tmp_path / "ours", "--num_attention_heads", "4", "--pooling", "mean") == 0
+
+    config = ViTScratchConfig.from_pretrained(tmp_path / "ours")
+    assert (config.pooling, config.use_cls_token) == ("mean", True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +190,8 @@ def test_timm_file(options, wrapping, tmp_path, capsys):
     assert convert(tmp_path / "theirs.pth", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
     assert (
-        "assumed, as the file does not say it: 4 attention heads, layer_norm_eps 1e-6, GELU" in capsys.readouterr().out
+        "assumed, as the file does not say it: square images, 4 attention heads, layer_norm_eps 1e-6, GELU"
+        in capsys.readouterr().out
     )
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     pixel_values = torch.randn(2, 3, 16, 16)
@@ -217,7 +280,7 @@ def test_folder_with_weights_of_another_width_is_refused(tmp_path, capsys):
 
     message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours")
 
-    assert "holds other weights than its config.json says: classifier.weight (5, 32) (not (5, 64))" in message
+    assert "holds other weights than its config.json says: classifier.weight is (5, 32), not (5, 64)" in message
 
 
 def test_folder_with_missing_weights_is_refused(tmp_path, capsys):
@@ -228,7 +291,7 @@ def test_folder_with_missing_weights_is_refused(tmp_path, capsys):
 
     message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours")
 
-    assert "holds other weights than its config.json says: no vit.layers.2." in message
+    assert "holds other weights than its config.json says: vit.layers.2.attention.k_proj.bias is missing" in message
 
 
 def test_truncated_folder_is_refused(tmp_path, capsys):
@@ -261,18 +324,38 @@ def test_damaged_file_is_refused(name, content, tmp_path, capsys):
         (lambda: tiny_timm(reg_tokens=2).state_dict(), "it has an unknown reg_token."),
         (
             lambda: tiny_timm(no_embed_class=True).state_dict(),
-            "vit.embeddings.position_embeddings (1, 16, 32) (not (1, 10",
+            "vit.embeddings.position_embeddings is (1, 16, 32), not (1, 10",
         ),
         (
             lambda: tiny_timm().state_dict() | {"head.weight": torch.zeros(5, 31)},
-            "classifier.weight (5, 31) (not (5, 32))",
+            "classifier.weight is (5, 31), not (5, 32)",
         ),
-        (lambda: {"patch_embed.proj.weight": torch.zeros(8, 3, 4, 4)}, "it has no layers.0.mlp.fc1.weight."),
-        (lambda: tiny_timm().state_dict() | {"patch_embed.proj.weight": torch.zeros(9)}, "its patches are (9,)."),
+        (lambda: {"patch_embed.proj.weight": torch.zeros(8, 3, 4, 4)}, "it has no embeddings.position_embeddings."),
+        (
+            lambda: tiny_timm().state_dict() | {"patch_embed.proj.weight": torch.zeros(9)},
+            "its patches are (9,), its positions (1, 17, 32).",
+        ),
         (lambda: {"epoch": 3}, "holds no weights by name."),
+        (lambda: {1: torch.zeros(2)}, "holds no weights by name."),
+        (
+            lambda: tiny_timm().state_dict() | {"blocks.0.attn.qkv.weight": torch.zeros(2, 32)},
+            "its qkv cannot be divided by three.",
+        ),
         (lambda: [3], "holds no weights by name."),
     ],
-    ids=["cnn", "layer_scale", "registers", "no_embed_class", "width", "no_layers", "patches", "no_tensor", "list"],
+    ids=[
+        "cnn",
+        "layer_scale",
+        "registers",
+        "no_embed_class",
+        "width",
+        "no_layers",
+        "patches",
+        "no_tensor",
+        "no_name",
+        "qkv",
+        "list",
+    ],
 )
 def test_file_of_something_else_is_refused(state, message, tmp_path, capsys):
     torch.save(state(), tmp_path / "theirs.pth")
@@ -294,6 +377,46 @@ def test_unknown_number_of_attention_heads_is_asked_for(tmp_path, capsys):
     message = error_of(capsys, tmp_path / "theirs.pth", tmp_path / "ours")
 
     assert message.endswith("share its hidden size of 32: give --num_attention_heads.")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--image_size", "16", "16", "16"], "--image_size takes one number or two, got 3."),
+        (["--num_attention_heads", "5"], "hidden_size (32) must be divisible by num_attention_heads (5)."),
+        (["--num_attention_heads", "4", "--image_size", "24"], "position_embeddings is (1, 17, 32), not (1, 37, 32)."),
+    ],
+)
+def test_option_that_does_not_fit_the_file_is_refused(options, message, tmp_path, capsys):
+    torch.save(tiny_timm().state_dict(), tmp_path / "theirs.pth")
+
+    assert error_of(capsys, tmp_path / "theirs.pth", tmp_path / "ours", *options).endswith(message)
+
+
+def test_option_for_files_is_refused_with_a_folder(tmp_path, capsys):
+    tiny_vit().save_pretrained(tmp_path / "theirs")
+
+    message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours", "--image_size", "24")
+
+    assert message.endswith("is no file of weights, and says itself what only such a file leaves open.")
+
+
+@pytest.mark.parametrize("architectures", [["ViTModel", "ViTForImageClassification"], ["MyViT"]])
+def test_unknown_architecture_is_refused(architectures, tmp_path, capsys):
+    tiny_vit().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": architectures}))
+
+    assert f"holds {architectures}; it must be one of ViTModel" in error_of(
+        capsys, tmp_path / "theirs", tmp_path / "ours"
+    )
+
+
+def test_destination_under_a_file_is_refused(tmp_path, capsys):
+    tiny_vit().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "file").touch()
+
+    assert "cannot be written" in error_of(capsys, tmp_path / "theirs", tmp_path / "file" / "ours")
 
 
 # The table

@@ -44,7 +44,7 @@ from hf_vit_scratch.checkpoints import (
     to_torchvision,
     to_vit,
 )
-from hf_vit_scratch.equivalence import KINDS, PEERS, SCALES, limit, measure
+from hf_vit_scratch.equivalence import KINDS, PEERS, SCALES, limit, measure, with_gradients_as_parameters
 from hf_vit_scratch.errors import UserError
 
 IN_TURN = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name.replace(" ", "_").replace("`", ""))
@@ -131,9 +131,10 @@ def test_planted_fault_is_seen(peer, fault, monkeypatch):
 
         monkeypatch.setattr(modeling_vit_scratch, "eager_attention_forward", softmax_over_the_queries)
 
-    largest = [measure(peer, "from", torch.float64, std, spoil=fault)["outputs"] for std in SCALES]
+    measured = [measure(peer, "from", torch.float64, std, spoil=fault) for std in SCALES]
 
-    assert max(largest) > 100 * limit("outputs", torch.float64, 0.02)
+    for kind in ("outputs", "gradients"):
+        assert max(differences[kind] for differences in measured) > 10 * limit(kind, torch.float64, 0.02)
 
 
 @IN_TURN
@@ -361,20 +362,20 @@ def test_regularisation_that_only_one_has_is_warned_of(convert, message, caplog)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"reg_tokens": 4}, r"num_reg_tokens=4 \(not 0\), reg_token"),
-        ({"init_values": 1e-5}, r"blocks\.0\.ls1 \(LayerScale, not Identity\)"),
-        ({"qk_norm": True}, r"blocks\.0\.attn\.q_norm \(LayerNorm, not Identity\)"),
-        ({"scale_attn_norm": True}, r"blocks\.0\.attn\.norm \(LayerNorm"),
-        ({"pre_norm": True}, r"norm_pre \(LayerNorm"),
-        ({"final_norm": False}, r"norm \(Identity, not LayerNorm\)"),
+        ({"reg_tokens": 4}, r"num_reg_tokens=4, not 0, reg_token"),
+        ({"init_values": 1e-5}, r"blocks\.0\.ls1 is LayerScale, not Identity"),
+        ({"qk_norm": True}, r"blocks\.0\.attn\.q_norm is LayerNorm, not Identity"),
+        ({"scale_attn_norm": True}, r"blocks\.0\.attn\.norm is LayerNorm"),
+        ({"pre_norm": True}, r"norm_pre is LayerNorm"),
+        ({"final_norm": False}, r"norm is Identity, not LayerNorm"),
         ({"no_embed_class": True}, r"no_embed_class=True"),
-        ({"pos_embed": "none"}, r"no pos_embed"),
+        ({"pos_embed": "none"}, r"pos_embed is missing"),
         ({"global_pool": "map"}, r"global_pool='map'"),
         ({"global_pool": "max"}, r"global_pool='max'"),
         ({"global_pool": "avg", "pool_include_prefix": True}, r"pool_include_prefix=True"),
-        ({"proj_bias": False}, r"no blocks\.0\.attn\.proj\.bias"),
+        ({"proj_bias": False}, r"blocks\.0\.attn\.proj\.bias is missing"),
         ({"act_layer": "elu"}, r"activation ELU"),
-        ({"norm_layer": "rmsnorm"}, r"blocks\.0\.norm1 \(RmsNorm, not LayerNorm\)"),
+        ({"norm_layer": "rmsnorm"}, r"blocks\.0\.norm1 is RmsNorm, not LayerNorm"),
         ({"embed_norm_layer": "layernorm"}, r"patch_embed\.norm"),
         ({"block_fn": timm.models.vision_transformer.ParallelScalingBlock}, r"from_timm: "),
     ],
@@ -399,11 +400,11 @@ def test_timm_feature_that_we_have_not_is_refused_by_name(options, named):
         ),
         (
             lambda: from_torchvision(tiny_torchvision(conv_stem_configs=[ConvStemConfig(8, 3, 2)])),
-            r"conv_proj \(Sequential, not Conv2d\)",
+            r"conv_proj is Sequential, not Conv2d",
         ),
         (
             lambda: from_vit(ViTForMaskedImageModeling(ViTConfig(**TINY | {"image_size": 16, "patch_size": 4}))),
-            r"decoder\.0\.out_channels=768 \(not 48\)",
+            r"decoder\.0\.out_channels=768, not 48",
         ),
     ],
     ids=["vit_cnn", "timm_cnn", "torchvision_cnn", "bert_cnn", "to_timm_cnn", "deit", "conv_stem", "encoder_stride"],
@@ -450,13 +451,19 @@ def test_pre_ln_has_no_place_in_bert():
 @pytest.mark.parametrize(
     ("changes", "conv", "num_values", "kwargs", "message"),
     [
-        ({}, (3, 48, 4, 4), 32, {}, r"patch_embeddings: Conv2d has what we have not: out_channels=48 \(not 32\)"),
+        (
+            {},
+            (3, 48, 4, 4),
+            32,
+            {},
+            r"patch_embeddings: Conv2d is not built like a plain one: out_channels=48, not 32",
+        ),
         (
             {},
             (3, 32, 4, 2),
             32,
             {},
-            r"patch_embeddings: Conv2d has what we have not: stride=\(2, 2\) \(not \(4, 4\)\)",
+            r"patch_embeddings: Conv2d is not built like a plain one: stride=\(2, 2\), not \(4, 4\)",
         ),
         ({}, (3, 32, 4, 4), 31, {}, r"cls_token must have the 32 values of BERT's hidden_size, got \(31,\)"),
         ({"max_position_embeddings": 19}, (3, 32, 4, 4), 32, {}, r"from_bert needs image_size: BERT's 19 positions"),
@@ -476,7 +483,7 @@ def test_layer_that_a_user_has_replaced_is_refused():
     theirs = tiny_timm()
     theirs.blocks[1].mlp.fc2 = nn.Sequential(theirs.blocks[1].mlp.fc2, nn.Dropout(0.1))
 
-    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.fc2 \(Sequential, not Linear\)"):
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.fc2 is Sequential, not Linear"):
         from_timm(theirs)
 
 
@@ -488,3 +495,143 @@ def test_missing_timm_is_said(convert, monkeypatch):
 
     with pytest.raises(UserError, match=r"needs timm, which is not installed: python -m pip install timm\."):
         convert()
+
+
+def changed(model, change):
+    change(model)
+    return model
+
+
+def drop_tanh(model):
+    del model.heads.act
+
+
+def tiny_torchvision_with_heads(heads):
+    return changed(tiny_torchvision(), lambda model: setattr(model, "heads", heads))
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda: from_timm(changed(tiny_timm(), lambda m: setattr(m.blocks[1].mlp, "act", nn.ReLU()))), r"GELU, ReLU in"),
+        (
+            lambda: from_torchvision(changed(tiny_torchvision(representation_size=9), drop_tanh)),
+            r"heads\.act \(Tanh\) is missing",
+        ),
+        (lambda: from_timm(tiny_timm(norm_layer=OtherNorm)), r"norm1 is test_conversion\.OtherNorm, not LayerNorm"),
+        (
+            lambda: from_timm(changed(tiny_timm(), lambda m: setattr(m.blocks[0], "forward", lambda x: x))),
+            r"blocks\.0 has a forward of its own",
+        ),
+        (
+            lambda: from_timm(changed(tiny_timm(), lambda m: m.norm.register_forward_hook(lambda *args: args[2] + 1))),
+            r"norm has a hook",
+        ),
+        (
+            lambda: to_timm(changed(tiny_ours(), lambda m: setattr(m.vit.layers[0].mlp, "activation", nn.ReLU()))),
+            r"to_timm: .*vit\.layers\.0\.mlp\.activation is ReLU, not GELUActivation",
+        ),
+        (
+            lambda: to_torchvision(changed(tiny_ours(**SQUARE), lambda m: setattr(m, "classifier", nn.Linear(32, 7)))),
+            r"to_torchvision: .*classifier\.out_features=7, not 5",
+        ),
+        (
+            lambda: to_vit(changed(tiny_ours(), lambda m: setattr(m.vit, "layers", m.vit.layers[:1]))),
+            r"to_vit: .*vit\.layers\.1 \(ViTScratchLayer\) is missing",
+        ),
+        (
+            lambda: from_torchvision(tiny_torchvision_with_heads(nn.ReLU())),
+            r"heads must be torchvision's own, one Linear, or an Identity",
+        ),
+    ],
+    ids=["act", "head_act", "norm", "forward", "hook", "our_act", "our_head", "our_depth", "heads"],
+)  # fmt: skip
+def test_module_that_was_changed_after_it_was_built_is_refused(convert, message):
+    with pytest.raises(UserError, match=message):
+        convert()
+
+
+class OtherNorm(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+SQUARE = {"image_size": 16, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("convert", "fields", "named"),
+    [
+        *((convert, fields, named)
+          for convert in (to_vit, to_timm, to_torchvision)
+          for fields, named in (({"qk_norm": True}, "qk_norm=True"),
+                                ({"position_embedding_type": "rope2d"}, "'rope2d'"),
+                                ({"is_causal": True, "pooling": "mean"}, "is_causal=True"))),
+        (to_vit, {"fc_norm": True}, "fc_norm=True"),
+        (to_torchvision, {"fc_norm": True}, "fc_norm=True"),
+        (to_torchvision, {"pooling": "mean"}, "pooling='mean'"),
+        (to_torchvision, {"qkv_bias": False}, "qkv_bias=False"),
+        (to_torchvision, {"num_channels": 1}, "num_channels=1"),
+    ],
+)  # fmt: skip
+def test_every_feature_that_the_other_library_has_not_is_refused(convert, fields, named):
+    with pytest.raises(UserError, match=named):
+        convert(tiny_ours(**SQUARE | fields))
+
+
+def test_mask_token_has_no_place_in_bert():
+    with pytest.raises(UserError, match=r"BertModel has no counterpart of the mask token"):
+        to_bert(ViTScratchModel(ViTScratchConfig(**TINY), use_mask_token=True))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [nn.Linear(32, 7), nn.Sequential(nn.Linear(32, 7)), nn.Identity()],
+    ids=["linear", "sequential", "identity"],
+)
+@torch.no_grad()
+def test_torchvision_head_that_was_replaced(heads):
+    theirs = randomise_(tiny_torchvision_with_heads(heads).double(), 0.5)
+    pixel_values = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+
+    ours = from_torchvision(theirs)(pixel_values)
+
+    assert_equal(ours.pooler_output if isinstance(heads, nn.Identity) else ours.logits, theirs(pixel_values))
+
+
+@pytest.mark.parametrize("head", [nn.Linear(32, 7), nn.Identity()], ids=str)
+@torch.no_grad()
+def test_vit_head_that_was_replaced(head):
+    theirs = ViTForImageClassification(ViTConfig(**TINY)).eval()
+    theirs.classifier = head
+    randomise_(theirs.double(), 0.5)
+    pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
+
+    ours = from_vit(theirs)(pixel_values)
+
+    actual = ours.pooler_output if isinstance(head, nn.Identity) else ours.logits
+    assert_equal(actual, theirs(pixel_values).logits)
+
+
+def test_model_that_has_been_called_and_one_with_hooks_of_transformers_are_converted():
+    theirs = ViTForImageClassification(ViTConfig(**TINY)).eval()
+    theirs(torch.zeros(1, 3, 16, 24), output_hidden_states=True)
+
+    assert_same_state(to_vit(from_vit(theirs)), theirs)
+
+
+def test_patch_dropout_is_warned_of(caplog):
+    from_timm(tiny_timm(patch_drop_rate=0.3))
+
+    assert "left behind patch_drop (probability 0.3)" in caplog.text
+
+
+def test_gradients_take_the_place_of_parameters():
+    model = nn.Linear(2, 1)
+    model(torch.tensor([[3.0, 4.0]])).backward()
+
+    copied = with_gradients_as_parameters(model)
+
+    assert copied.weight.tolist() == [[3.0, 4.0]]
+    assert copied.bias.tolist() == [1.0]
+    assert model.weight.tolist() != [[3.0, 4.0]]

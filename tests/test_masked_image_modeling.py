@@ -156,3 +156,8 @@ def test_mask_token_starts_random_with_the_configured_spread():
     mask_token = ViTScratchForMaskedImageModeling(config).vit.embeddings.mask_token
 
     assert mask_token.std().item() == pytest.approx(0.05, rel=0.15)
+
+
+def test_norm_after_pooling_is_refused():
+    with pytest.raises(ValueError, match=r"fc_norm=True leaves the tokens that are decoded without their norm"):
+        tiny_model(norm_first=True, pooling="mean", fc_norm=True)

@@ -109,6 +109,8 @@ class ViTTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
     logging_nan_inf_filter: bool = _flag(False, "Hide losses that are not finite from the log.")
+    # The stock default searches the whole graph at every step, for parameters that our models do not have.
+    ddp_find_unused_parameters: bool | None = _flag(False, "Let DDP look for parameters without a gradient.")
     eval_strategy: str = _flag("epoch", "When to evaluate: no, steps, epoch.")
     save_strategy: str = _flag("epoch", "When to save a checkpoint: no, steps, epoch, best.")
     save_total_limit: int | None = _flag(2, "Number of checkpoints to keep; the best one always is.")

@@ -7,6 +7,7 @@ is refused by name; regularisation, which acts in training only, is carried over
 behind with a warning.
 """
 
+import copy
 import logging
 import math
 import re
@@ -71,6 +72,8 @@ TORCHVISION = {
     "encoder.layers.encoder_layer_{i}.ln_2": "layers.{i}.layernorm_after",
     "encoder.layers.encoder_layer_{i}.mlp.0": "layers.{i}.mlp.fc1",
     "encoder.layers.encoder_layer_{i}.mlp.3": "layers.{i}.mlp.fc2",
+    "encoder.layers.encoder_layer_{i}.mlp.linear_1": "layers.{i}.mlp.fc1",  # in files from before torchvision 0.13
+    "encoder.layers.encoder_layer_{i}.mlp.linear_2": "layers.{i}.mlp.fc2",
     "encoder.ln": "layernorm",
     "heads.pre_logits": "pre_logits.0",
     "heads.head": "classifier",
@@ -208,6 +211,7 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
 
     _require_class(model, (ViTScratchModel,), "to_bert")
     _refuse_mask_token(model, "BertModel")
+    _refuse_changed(model, "to_bert")
     config = model.config
     _require(
         config, "BertModel", norm_first=(False,), position_embedding_type=TABLES, pooling=("cls",), qkv_bias=(True,),
@@ -259,9 +263,17 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
             "load as ViTForImageClassification."
         )
     _require_class(vit, (ViTModel, ViTForImageClassification, ViTForMaskedImageModeling), "from_vit")
+    if isinstance(vit, ViTForImageClassification) and isinstance(vit.classifier, nn.Identity):
+        return from_vit(vit.vit)
     theirs = vit.state_dict()
     with refusing("from_vit"):
-        config = ViTScratchConfig(norm_first=True, **{name: getattr(vit.config, name) for name in VIT_FIELDS})
+        fields = {name: getattr(vit.config, name) for name in VIT_FIELDS}
+        labels_of_config = cast(Any, vit.config).num_labels
+        num_labels = getattr(getattr(vit, "classifier", None), "out_features", labels_of_config)
+        if num_labels != labels_of_config:  # a head that was replaced has other classes than the configuration
+            fields = {name: value for name, value in fields.items() if name not in ("id2label", "label2id")}
+            fields["num_labels"] = num_labels
+        config = ViTScratchConfig(norm_first=True, **fields)
         ours: ViTScratchPreTrainedModel
         if isinstance(vit, ViTModel):
             ours = ViTScratchModel(config, use_mask_token="embeddings.mask_token" in theirs)
@@ -284,6 +296,7 @@ def to_vit(model: ViTScratchPreTrainedModel) -> Any:
     from transformers import ViTConfig, ViTForImageClassification, ViTForMaskedImageModeling, ViTModel
 
     _require_class(model, OURS, "to_vit")
+    _refuse_changed(model, "to_vit")
     config = model.config
     _require(
         config, "transformers' ViT", norm_first=(True,), position_embedding_type=TABLES, pooling=("cls",),
@@ -338,7 +351,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
             num_hidden_layers=len(source.blocks),
             num_attention_heads=block.attn.num_heads,
             intermediate_size=block.mlp.fc1.out_features,
-            hidden_act=_activation_name(block.mlp.act),
+            hidden_act=_activation_name([block.mlp.act for block in source.blocks]),
             qkv_bias=block.attn.qkv.bias is not None,
             layer_norm_eps=block.norm1.eps,
             norm_first=True,
@@ -367,6 +380,7 @@ def to_timm(model: ViTScratchPreTrainedModel) -> Any:
     vision_transformer = timm_class("to_timm")
     _require_class(model, (ViTScratchModel, ViTScratchForImageClassification), "to_timm")
     _refuse_mask_token(model, "timm's VisionTransformer")
+    _refuse_changed(model, "to_timm")
     config = model.config
     _require(
         config, "timm's VisionTransformer", norm_first=(True,), position_embedding_type=TABLES, qk_norm=(False,),
@@ -400,10 +414,11 @@ def to_timm(model: ViTScratchPreTrainedModel) -> Any:
 # torchvision
 
 
-def from_torchvision(vit: nn.Module) -> ViTScratchForImageClassification:
+def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
     """Our classifier from torchvision's `VisionTransformer` (`vit_b_16` and its family).
 
-    Its head of two layers (`representation_size`) becomes `classifier_hidden_size` with tanh.
+    Its head of two layers (`representation_size`) becomes `classifier_hidden_size` with tanh. `heads` that were
+    replaced may be one linear layer; with none (`nn.Identity()`) the result is a `ViTScratchModel`.
 
     Raises:
         UserError: The module is of another class, or has a feature that we have not.
@@ -414,6 +429,8 @@ def from_torchvision(vit: nn.Module) -> ViTScratchForImageClassification:
     with refusing("from_torchvision"):
         source = cast(Any, vit)
         layer = source.encoder.layers[0]
+        head_path, num_labels = _last_linear(source.heads)
+        is_stock = head_path == "heads.head"
         config = ViTScratchConfig(
             image_size=source.image_size,
             patch_size=source.patch_size,
@@ -424,13 +441,30 @@ def from_torchvision(vit: nn.Module) -> ViTScratchForImageClassification:
             layer_norm_eps=layer.ln_1.eps,
             norm_first=True,
             attention_probs_dropout_prob=layer.self_attention.dropout,
-            classifier_hidden_size=source.representation_size,
+            classifier_hidden_size=source.representation_size if is_stock else None,
             classifier_act="tanh",
-            num_labels=source.heads.head.out_features,  # type: ignore[call-arg]
+            num_labels=num_labels or 1,  # type: ignore[call-arg]
         )
         ours = ViTScratchForImageClassification(config)
-    _refuse_unlike(vit, to_torchvision(ours), "from_torchvision")
-    return _load(ours, with_base_prefix(to_our_names(vit.state_dict(), TORCHVISION)), like=vit)
+    _refuse_unlike(vit, to_torchvision(ours), "from_torchvision", but_for=None if is_stock else r"heads\b")
+    state = {re.sub(rf"^{re.escape(head_path)}\b", "heads.head", name): x for name, x in vit.state_dict().items()}
+    renamed = to_our_names(state, TORCHVISION)
+    if not num_labels:
+        return _load(ViTScratchModel(config), renamed, like=vit)
+    return _load(ours, with_base_prefix(renamed), like=vit)
+
+
+def _last_linear(heads: nn.Module) -> tuple[str, int]:
+    """The path and the number of classes of torchvision's head, 0 without one."""
+    if hasattr(heads, "head") and isinstance(heads.head, nn.Linear):
+        return "heads.head", heads.head.out_features
+    parts = {name: part for name, part in heads.named_modules() if not isinstance(part, nn.Sequential | nn.Identity)}
+    if not parts:
+        return "heads", 0
+    (name, part), *more = parts.items()
+    if more or not isinstance(part, nn.Linear):
+        raise UserError("from_torchvision: heads must be torchvision's own, one Linear, or an Identity.")
+    return f"heads.{name}".removesuffix("."), part.out_features
 
 
 def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
@@ -442,6 +476,7 @@ def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
     from torchvision.models import VisionTransformer
 
     _require_class(model, (ViTScratchForImageClassification,), "to_torchvision")
+    _refuse_changed(model, "to_torchvision")
     config = model.config
     peer = "torchvision's VisionTransformer"
     _require(
@@ -530,9 +565,11 @@ def _load(module: Module, state: Mapping[str, Tensor], like: nn.Module) -> Modul
 _HARMLESS = {
     "training", "name_or_path", "gradient_checkpointing", "grad_checkpointing", "fused_attn", "inplace", "flatten",
     "output_fmt", "dynamic_img_size", "dynamic_img_pad", "strict_img_size", "weight_init_mode", "fix_init",
-    "num_classes", "num_labels", "global_pool", "p", "dropout", "attention_dropout", "drop_prob",
+    "num_classes", "num_labels", "global_pool", "dropout", "attention_dropout", "dropout_prob",
 }  # fmt: skip
-_REGULARISATION = {"Dropout", "DropPath", "PatchDropout", "Identity"}
+
+
+REGULARISATION = {"Dropout", "DropPath", "PatchDropout", "Identity", "ViTScratchDropPath", "NoneType"}
 
 
 def _require_class(module: object, classes: tuple[type, ...], caller: str) -> None:
@@ -580,6 +617,16 @@ def refusing(caller: str) -> Iterator[None]:
         raise UserError(f"{caller}: {error}") from error
 
 
+def _refuse_changed(model: ViTScratchPreTrainedModel, caller: str) -> None:
+    """Refuse a model of ours whose modules are no longer those of its configuration."""
+    options = {}
+    if isinstance(model, ViTScratchModel):
+        options["use_mask_token"] = "embeddings.mask_token" in model.state_dict()
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config), **options)
+    _refuse_unlike(model, twin, caller)
+
+
 def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str | None = None) -> None:
     """Refuse a model that is not built like its plain twin, and name the differences.
 
@@ -591,29 +638,29 @@ def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str
     named: list[str] = []  # modules whose parameters need not be named too
 
     def wanted(name: str) -> bool:
-        return but_for is None or re.match(but_for, name) is None
+        return (but_for is None or re.match(but_for, name) is None) and not name.startswith(tuple(named))
 
     twins = dict(twin.named_modules())
     for path, module in source.named_modules():
-        if not wanted(path) or any(path.startswith(f"{parent}.") for parent in named):
+        if not wanted(path):
             continue
-        plain = twins.get(path)
-        kind, plain_kind = (
-            "LayerNorm" if isinstance(part, nn.LayerNorm) else type(part).__name__ for part in (module, plain)
-        )
-        if {kind, plain_kind} <= _REGULARISATION:
-            probability, plain_probability = (
-                getattr(part, "p", getattr(part, "drop_prob", 0.0)) for part in (module, plain)
-            )
-            if probability != plain_probability:
+        plain = twins.pop(path, None)
+        is_activation = path.endswith("mlp.act")  # timm's, which is compared by what it computes
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            found.append(f"{path or 'it'} has a forward of its own")
+        elif _foreign_hooks(module):
+            found.append(f"{path or 'it'} has a hook")
+        if {_kind(module), _kind(plain)} <= REGULARISATION:
+            probability = _probability(module)
+            if probability != _probability(plain):
                 left_behind.append(f"{path} (probability {probability:g})")
         elif plain is None:
-            found.append(f"{path} ({kind})")
-            named.append(path)
-        elif kind != plain_kind and not path.endswith("mlp.act"):  # that one is compared by what it computes
-            found.append(f"{path or 'its class'} ({kind}, not {plain_kind})")
-            named.append(path or ".")
-        else:
+            found.append(f"{path} ({_kind(module)})")
+            named.append(f"{path}.")
+        elif _kind(module) != _kind(plain) and not is_activation:
+            found.append(f"{path or 'it'} is {_kind(module)}, not {_kind(plain)}")
+            named.append(f"{path}." if path else "\0")
+        elif not is_activation:
             for name, value in vars(module).items():
                 if (
                     name.startswith("_")
@@ -623,29 +670,59 @@ def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str
                     continue
                 plain_value = getattr(plain, name, None)
                 if value != plain_value:
-                    found.append(f"{path}.{name}={value!r} (not {plain_value!r})".removeprefix("."))
+                    found.append(f"{path}.{name}={value!r}, not {plain_value!r}".removeprefix("."))
+    for path, plain in twins.items():
+        if wanted(path) and _kind(plain) not in REGULARISATION:
+            found.append(f"{path} ({_kind(plain)}) is missing")
+            named.append(f"{path}.")
 
     states = ({name: tensor for name, tensor in part.state_dict().items() if wanted(name)} for part in (source, twin))
-    found += [
-        text
-        for text in shape_differences(*states)
-        if not any(text.removeprefix("no ").startswith(f"{parent}.") for parent in named)
-    ]
+    found += shape_differences(*states)
     if found:
-        raise UserError(f"{caller}: {type(source).__name__} has what we have not: {some(found)}.")
+        raise UserError(f"{caller}: {type(source).__name__} is not built like a plain one: {some(found)}.")
     if left_behind:
         logger.warning("%s: left behind %s, which acts in training only.", caller, some(left_behind))
 
 
-def shape_differences(state: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> list[str]:
+def _kind(module: nn.Module | None) -> str:
+    """The class's name, with its module where it belongs to none of the libraries, so that nothing passes for them."""
+    cls = type(module)
+    known = cls.__module__.partition(".")[0] in (
+        "torch",
+        "torchvision",
+        "timm",
+        "transformers",
+        "hf_vit_scratch",
+        "builtins",
+    )
+    if known and isinstance(module, nn.LayerNorm) and cls.__name__ == "LayerNorm":
+        return "LayerNorm"  # timm has its own, which computes the same
+    return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
+
+
+def _probability(module: nn.Module | None) -> float:
+    return next((getattr(module, name) for name in ("p", "prob", "drop_prob") if hasattr(module, name)), 0.0)
+
+
+def _foreign_hooks(module: nn.Module) -> list[Any]:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
+
+
+def shape_differences(state: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
     """Names that only one of two has, and shapes that differ."""
-    found = []
-    for name, tensor in state.items():
-        if name not in plain:
-            found.append(f"{name} {tuple(tensor.shape)}")
-        elif tensor.shape != plain[name].shape:
-            found.append(f"{name} {tuple(tensor.shape)} (not {tuple(plain[name].shape)})")
-    return found + [f"no {name}" for name in plain if name not in state]
+    shapes, plain_shapes = (
+        {name: tuple(tensor.shape) for name, tensor in part.items() if isinstance(tensor, Tensor)}
+        for part in (state, plain)
+    )
+    found = [f"{name} {shape} is unknown" for name, shape in shapes.items() if name not in plain_shapes]
+    found += [f"{name} is missing" for name in plain_shapes if name not in shapes]
+    both = shapes.keys() & plain_shapes.keys()
+    return found + [
+        f"{name} is {shapes[name]}, not {plain_shapes[name]}"
+        for name in shapes
+        if name in both and shapes[name] != plain_shapes[name]
+    ]
 
 
 def some(texts: list[str]) -> str:
@@ -663,13 +740,15 @@ def timm_class(caller: str) -> Any:
     return VisionTransformer
 
 
-def _activation_name(activation: nn.Module) -> str:
-    """Transformers' name of an activation, found by what it computes: every library has its own classes."""
+def _activation_name(activations: list[nn.Module]) -> str:
+    """Transformers' name of the activations, found by what they compute: every library has its own classes."""
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
     for name in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"):
-        if torch.allclose(ACT2FN[name](x), activation(x.clone()), rtol=0, atol=1e-12):
+        expected = ACT2FN[name](x)
+        if all(torch.allclose(expected, activation(x.clone()), rtol=0, atol=1e-12) for activation in activations):
             return name
-    raise UserError(f"from_timm: we have no counterpart of the activation {type(activation).__name__}.")
+    kinds = ", ".join(sorted({type(activation).__name__ for activation in activations}))
+    raise UserError(f"from_timm: we have no counterpart of the activation {kinds} in all layers.")
 
 
 def simplest(size: int | Iterable[int]) -> int | list[int]:

@@ -680,6 +680,8 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
+        if config.fc_norm:
+            raise ValueError("fc_norm=True leaves the tokens that are decoded without their norm: use fc_norm=False.")
         self.vit = ViTScratchModel(config, use_mask_token=True)
         # One matrix product per patch. In a Sequential for transformers' parameter names.
         num_values = config.num_channels * math.prod(config.patch_height_width)
