@@ -502,6 +502,10 @@ def changed(model, change):
     return model
 
 
+def use_relu_in_one_layer(model):
+    model.blocks[1].mlp.act = nn.ReLU()
+
+
 def drop_tanh(model):
     del model.heads.act
 
@@ -513,7 +517,7 @@ def tiny_torchvision_with_heads(heads):
 @pytest.mark.parametrize(
     ("convert", "message"),
     [
-        (lambda: from_timm(changed(tiny_timm(), lambda m: setattr(m.blocks[1].mlp, "act", nn.ReLU()))), r"GELU, ReLU in"),
+        (lambda: from_timm(changed(tiny_timm(), use_relu_in_one_layer)), r"GELU, ReLU in all"),
         (
             lambda: from_torchvision(changed(tiny_torchvision(representation_size=9), drop_tanh)),
             r"heads\.act \(Tanh\) is missing",
