@@ -5,11 +5,13 @@ import yaml
 
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.arguments import (
+    AugmentationArguments,
     ModelArguments,
     ViTTrainingArguments,
     model_config,
     parse_recipe,
     resolve_checkpoint,
+    stage_arguments,
 )
 from hf_vit_scratch.errors import UserError
 
@@ -206,3 +208,14 @@ def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
     with pytest.raises(UserError, match=r"is no checkpoint \(it holds no trainer_state\.json\)"):
         resolve_checkpoint(args)
+
+
+def test_initial_image_size_must_fit_the_patches():
+    config = ViTScratchConfig(image_size=32, patch_size=4)
+
+    given = stage_arguments(AugmentationArguments(initial_image_size=[24], initial_image_size_fraction=0.5), config)
+    assert given["initial_image_size"] == (24, 24)
+    with pytest.raises(
+        UserError, match=r"initial_image_size \(width 30\) must be divisible by patch_size \(width 4\)"
+    ):
+        stage_arguments(AugmentationArguments(initial_image_size=[24, 30]), config)

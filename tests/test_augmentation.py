@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_vit_scratch.augmentation import build_augmentation
+from hf_vit_scratch.augmentation import GREY, Mixing, build_augmentation, training_stages
 from hf_vit_scratch.errors import UserError
 
 
@@ -75,8 +75,99 @@ def test_resized_crop_keeps_at_least_its_share_of_the_area():
         ({"rotation_degrees": -1}, r"rotation_degrees must lie in \[0, 180\], got -1"),
         ({"translation": 1.0}, r"translation must lie in \[0, 1\), got 1.0"),
         ({"scaling": float("nan")}, r"scaling must lie in \[0, 1\), got nan"),
+        (
+            {"auto_augment": "autoaugment"},
+            r"auto_augment must be one of randaugment, triv.*; got 'autoaugment'",
+        ),
+        ({"randaugment_num_ops": 0}, r"randaugment_num_ops must be at least 1, got 0"),
+        ({"randaugment_magnitude": 31}, r"randaugment_magnitude must lie in \[0, 30\], got 31"),
+        ({"random_erasing_prob": 1.5}, r"random_erasing_prob must lie in \[0, 1\], got 1.5"),
     ],
 )
 def test_value_out_of_range_is_refused(choice, message):
     with pytest.raises(UserError, match=message):
         build_augmentation((16, 24), **choice)
+
+
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+def test_policy_changes_most_images_and_keeps_their_shape(policy, picture):
+    augment = build_augmentation((16, 24), auto_augment=policy)
+
+    augmented = [augment(picture) for _ in range(40)]
+
+    assert {(image.shape, image.dtype) for image in augmented} == {((3, 16, 24), torch.uint8)}
+    assert sum(not torch.equal(image, pixels(picture)) for image in augmented) > 20
+    assert len({image.numpy().tobytes() for image in augmented}) > 15
+
+
+def test_stronger_randaugment_changes_more(picture):
+    def mean_change(magnitude):
+        torch.manual_seed(0)
+        augment = build_augmentation((16, 24), auto_augment="randaugment", randaugment_magnitude=magnitude)
+        return sum((augment(picture).float() - pixels(picture)).abs().mean().item() for _ in range(100))
+
+    assert mean_change(2) < 0.7 * mean_change(25)
+
+
+@pytest.mark.parametrize("prob", [0.0, 1.0])
+def test_erasing_turns_a_rectangle_grey(prob, picture):
+    erased = build_augmentation((16, 24), random_erasing_prob=prob)(picture)
+
+    changed = (erased != pixels(picture)).any(0)
+    assert changed.any() == bool(prob)
+    assert set(erased[:, changed].flatten().tolist()) <= {GREY}
+    rows, cols = (changed.any(axis).nonzero().flatten() for axis in (1, 0))
+    inside = erased[:, rows.min() : rows.max() + 1, cols.min() : cols.max() + 1] if prob else erased[:, :0]
+    assert (inside == GREY).all()
+
+
+def test_stages_of_training_follow_each_other(picture):
+    stages, stage = training_stages(
+        (16, 24), initial_image_size=(8, 12), initial_image_size_fraction=0.5, augmentation_off_fraction=0.25,
+        horizontal_flip_prob=1.0,
+    )  # fmt: skip
+
+    assert [stage(progress) for progress in (0, 0.49, 0.5, 0.74, 0.75, 1.0)] == [0, 0, 1, 1, 2, 2]
+    assert stages[0](picture).shape == (3, 8, 12)
+    assert torch.equal(stages[1](picture), pixels(picture).flip(2))
+    assert stages[2] is None
+
+
+def test_without_choices_all_of_training_is_one_stage():
+    _, stage = training_stages((16, 24))
+
+    assert {stage(progress) for progress in (0, 0.5, 0.999)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"initial_image_size": (8, 8)}, r"initial_image_size and initial_image_size_fraction need each other"),
+        ({"initial_image_size_fraction": 0.5}, r"initial_image_size and initial_image_size_fraction need each other"),
+        ({"augmentation_off_fraction": 1.1}, r"must be shares of training, of which 1 is the whole; got 0.0 and 1.1"),
+    ],
+)
+def test_impossible_stages_are_refused(choice, message):
+    with pytest.raises(UserError, match=message):
+        training_stages((16, 24), **choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"mixup_alpha": -1.0}, r"mixup_alpha must be 0 or more, got -1.0"),
+        ({"cutmix_alpha": float("inf")}, r"cutmix_alpha must be 0 or more, got inf"),
+        ({"mixing_prob": 2.0}, r"mixing_prob must lie in \[0, 1\], got 2.0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing_factor must lie in \[0, 1\), got 1.0"),
+    ],
+)
+def test_impossible_mixing_is_refused(choice, message):
+    with pytest.raises(UserError, match=message):
+        Mixing(3, **choice)
+
+
+def test_smoothed_label_by_hand():
+    mixing = Mixing(4, label_smoothing=0.2)
+
+    assert torch.allclose(mixing.smooth(torch.tensor([2])), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
+    assert torch.allclose(mixing.smooth(torch.tensor([[0.5, 0.5, 0, 0]])), torch.tensor([[0.45, 0.45, 0.05, 0.05]]))
