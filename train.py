@@ -19,7 +19,7 @@ from typing import Any
 from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from hf_vit_scratch import ViTScratchForImageClassification
+from hf_vit_scratch import ViTScratchForImageClassification, inspection
 from hf_vit_scratch.arguments import model_config, parse_recipe, resolve_checkpoint, stage_arguments
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
@@ -87,6 +87,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         len(label_names),
         training_args.device,
     )
+
+    if training_args.check:
+        return {"check": inspection.check(trainer, splits, Path(training_args.output_dir))}
 
     # 5. Train; a run is resumed when the user says so, never by a guess
     output_dir, command = Path(training_args.output_dir), shlex.join(["python", "train.py", *argv])

@@ -583,3 +583,40 @@ def test_label_out_of_range_is_named(tmp_path, photographs):
 
     with pytest.raises(UserError, match=r"1 rows of train have a label outside 0 to 1; the first is row 3 with 2"):
         load_splits(str(tmp_path))
+
+
+# Images that cannot be decoded
+
+
+def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
+    truncated = class_folders / "temple" / "03.jpg"
+    truncated.write_bytes(truncated.read_bytes()[:500])
+    (class_folders / "flower" / "05.jpg").write_text("no image")
+    caplog.set_level("WARNING")
+
+    splits = load_splits(str(class_folders), corrupt_images="skip")
+
+    assert sum(map(len, splits.values())) == 22
+    assert "2 of the 24 images of train are skipped:" in caplog.text
+    assert "temple/03.jpg cannot be decoded as an image" in caplog.text
+    assert "flower/05.jpg cannot be decoded as an image" in caplog.text
+
+
+def test_corrupt_image_is_named_by_default(class_folders):
+    (class_folders / "flower" / "05.jpg").write_text("no image")
+
+    with pytest.raises(UserError, match=r"flower/05\.jpg cannot be decoded as an image"):
+        load_splits(str(class_folders))
+
+
+def test_nothing_left_to_train_on_is_refused(class_folders):
+    for file in class_folders.rglob("*.jpg"):
+        file.write_text("no image")
+
+    with pytest.raises(UserError, match=r"no image of train can be decoded; the first: .*flower/00\.jpg"):
+        load_splits(str(class_folders), corrupt_images="skip")
+
+
+def test_unknown_policy_for_corrupt_images_is_refused():
+    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip; got 'ignore'"):
+        load_splits("digits", corrupt_images="ignore")

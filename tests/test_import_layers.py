@@ -19,6 +19,7 @@ LAYERS = {
     "metrics": 1,
     "arguments": 2,
     "trainer": 3,
+    "inspection": 4,
     "conversion": 2,
     "equivalence": 3,
     "checkpoints": 4,

@@ -409,6 +409,18 @@ def test_half_precision_model_takes_float32_pixels(dtype, pixel_values):
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@torch.no_grad()
+def test_autocast_keeps_near_to_full_precision_and_warns_of_nothing(norm_first):
+    model = tiny_model(ViTScratchForImageClassification, std=0.1, qk_norm=True, norm_first=norm_first).float()
+    pixel_values = torch.randn(3, 3, 16, 24)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = model(pixel_values).logits
+
+    torch.testing.assert_close(actual.float(), model(pixel_values).logits, rtol=0, atol=0.03)
+
+
 # Positions and image sizes
 
 

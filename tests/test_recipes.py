@@ -3,18 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from hf_vit_scratch.arguments import model_config, parse_recipe
-from hf_vit_scratch.augmentation import build_augmentation
+from hf_vit_scratch.arguments import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.augmentation import Mixing, training_stages
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_describes_a_model_and_a_training(recipe):
-    (model, data, augmentation, training), _ = parse_recipe([str(recipe)], recipe)
+    (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)], recipe)
 
     config = model_config(model, [str(label) for label in range(10)])
-    build_augmentation(config.image_height_width, **vars(augmentation))
+    training_stages(config.image_height_width, **stage_arguments(augmentation, config))
+    Mixing(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
     assert training.output_dir == f"runs/{recipe.stem}"
 
 

@@ -70,6 +70,9 @@ class DataArguments:
     test_split: str | None = _flag(None, "Split to report on, once; 'test', or cut from train.")
     validation_fraction: float = _flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = _flag(0.1, "Share of train that is cut for testing.")
+    corrupt_images: str = _flag(
+        "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
+    )
 
 
 @dataclass
@@ -119,6 +122,7 @@ class ViTTrainingArguments(TrainingArguments):
     optim: str = _flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
     # Ours.
+    check: bool = _flag(False, "Look at the data and try the model for a minute instead of training.")
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
     layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")
@@ -313,8 +317,8 @@ def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
         raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
     if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
         return str(checkpoint)
-    # What is left of a run that was killed before its first checkpoint can be overwritten.
-    remains = {"recipe.yaml", STAGING}
+    # What a check, or a run that was killed before its first checkpoint, leaves can be overwritten.
+    remains = {"recipe.yaml", "samples.png", STAGING}
     if output_dir.exists() and (not output_dir.is_dir() or {path.name for path in output_dir.iterdir()} - remains):
         raise UserError(
             f"{output_dir} is not empty, and a run is never overwritten. Continue it with "

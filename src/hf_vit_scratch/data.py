@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Decoded images are kept up to this many bytes per split: all of CIFAR-10, none of ImageNet to speak of.
 DECODED_BYTES_KEPT = 512 * 2**20
+CORRUPT_POLICIES = ("raise", "skip")
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
     "train": ("train", "training"),
@@ -50,6 +51,7 @@ def load_splits(
     test_split: str | None = None,
     validation_fraction: float = 0.1,
     test_fraction: float = 0.1,
+    corrupt_images: str = "raise",
     seed: int = 0,
 ) -> DatasetDict:
     """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
@@ -67,6 +69,8 @@ def load_splits(
         test_split: The source's split to report on; `None` for the one of that name, else cut from train.
         validation_fraction: Share of train to cut for validation where the source has none.
         test_fraction: Share of train to cut for testing where the source has none.
+        corrupt_images: What to do with images that cannot be decoded: `"raise"` names the first one when it is met;
+            `"skip"` decodes every image once at the start, leaves those out, and names them all.
         seed: Chooses the rows that are cut.
 
     Raises:
@@ -75,12 +79,17 @@ def load_splits(
     for name, fraction in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
         if not 0 < fraction < 1:
             raise UserError(f"{name} must lie between 0 and 1, got {fraction}.")
-    source = _load_source(data, data_config)
+    if corrupt_images not in CORRUPT_POLICIES:
+        raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
+    source = _load_source(data, data_config, check_files=corrupt_images == "raise")
     if train_split not in source:
         raise UserError(
             f"{data}: there is no split {train_split!r}, only {sorted(source)}. Choose with --train_split."
         )
     source = _rename_columns(data, source, image_column, label_column, train_split)
+
+    if corrupt_images == "skip":
+        source = DatasetDict({split: _without_corrupt(data, split, rows) for split, rows in source.items()})
 
     wanted = {"train": train_split, "validation": validation_split, "test": test_split}
     chosen = [split for split in wanted.values() if split is not None]
@@ -328,12 +337,30 @@ def _refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
         )
 
 
-def _load_source(data: str, data_config: str | None) -> DatasetDict:
+def _without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
+    encoded = rows.cast_column("image", datasets.Image(decode=False))
+    good, bad = [], []
+    for number, row in enumerate(encoded):
+        try:
+            decode_image(row["image"], name=f"image {number}")
+            good.append(number)
+        except UserError as error:
+            bad.append(str(error).removesuffix(" Delete or replace it."))
+    if not good:
+        raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
+    if bad:
+        logger.warning("%s: %d of the %d images of %s are skipped:", data, len(bad), len(rows), split)
+        for reason in bad:
+            logger.warning("  %s", reason)
+    return rows.select(good)
+
+
+def _load_source(data: str, data_config: str | None, check_files: bool = True) -> DatasetDict:
     if data == "digits":
         return load_digits()
     path = Path(data).expanduser()
     if path.is_dir() and not any(path.rglob("*.parquet")):
-        return _load_class_folders(path)
+        return _load_class_folders(path, check_files)
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
@@ -351,7 +378,7 @@ def _load_source(data: str, data_config: str | None) -> DatasetDict:
         raise UserError(f"{data}: the data cannot be loaded ({type(error).__name__}: {reason}). {hint}") from error
 
 
-def _load_class_folders(root: Path) -> DatasetDict:
+def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
     """A folder with one folder of images per class, or with such folders inside `train`, `val`, `test`."""
     folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
     splits = {}
@@ -396,7 +423,7 @@ def _load_class_folders(root: Path) -> DatasetDict:
         inside = (path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         if unknown := sorted(set(inside) - set(names)):
             raise UserError(f"{folder}: the classes {unknown} are not in {splits['train']}. Delete or add them there.")
-        for file, _ in files:  # reads the headers only, so a file that is no image is found before training starts
+        for file, _ in files if check_files else ():  # the headers only, to find what is no image before training
             _check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},

@@ -1,0 +1,177 @@
+"""A look at the data and a short trial of the model, before a long run."""
+
+import itertools
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from .data import ImageClassificationDataset, Sample
+from .trainer import ViTTrainer
+
+LOOKED_AT = 500  # images of which modes and sizes are counted
+OVERFITTED = 64  # images that the model must be able to learn by heart
+MAX_STEPS = 200
+SECONDS = 5.0  # for each measurement of speed
+
+
+def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
+    """Print what was found, write a sheet of training images as the model sees them, and end in a verdict.
+
+    Looked at: the balance of classes, modes and sizes of images, parameters without a gradient, whether the model can
+    learn 64 images by heart, and whether loading or computing bounds the speed. The model is left trained on those 64.
+
+    Args:
+        trainer: As for training; its model is used up.
+        splits: Of `load_splits`.
+        output_dir: Where `samples.png` is written.
+
+    Returns:
+        Whether nothing was found that should be changed before training.
+    """
+    problems = [*_classes(splits), *_images(splits["train"], trainer)]
+    problems += _unused_parameters(trainer)
+    problems += _overfit(trainer)
+    _speed(trainer)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / "samples.png"
+    _sheet(trainer, splits["train"].features["label"].names).save(path)
+    print(f"Samples    {path}: images as the model gets them, with their labels")
+    if problems:
+        print("Verdict    Look at this before training:")
+        for problem in problems:
+            print(f"           - {problem}")
+    else:
+        print("Verdict    Nothing stands in the way of training.")
+    return not problems
+
+
+def _classes(splits: DatasetDict) -> list[str]:
+    problems = []
+    names = splits["train"].features["label"].names
+    for split, rows in splits.items():
+        counts = np.bincount(rows["label"], minlength=len(names))
+        rarest, commonest = int(counts.argmin()), int(counts.argmax())
+        print(
+            f"Classes    {split}: {len(rows)} images of {len(names)} classes, from {counts[rarest]} "
+            f"({names[rarest]}) to {counts[commonest]} ({names[commonest]})"
+        )
+        if split == "train" and counts[rarest] * 10 < counts[commonest]:
+            problems.append(
+                f"{names[rarest]!r} has {counts[rarest]} training images, {names[commonest]!r} {counts[commonest]}: "
+                "accuracy will hardly show the rare class. Add images of it, or read the report per class."
+            )
+        elif split == "train" and counts[rarest] < 10:
+            problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")
+    return problems
+
+
+def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
+    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT]
+    images = [rows[int(row)]["image"] for row in chosen]
+    modes = Counter(image.mode for image in images)
+    sides = np.array([image.size for image in images])
+    size = trainer.model.config.image_height_width
+    counted = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
+    (width, height), (widest, highest) = sides.min(axis=0), sides.max(axis=0)
+    sizes = f"width {width} to {widest}, height {height} to {highest}; the model gets {size[1]}x{size[0]}"
+    print(f"Images     {counted}; {sizes}")
+    smaller = float((sides[:, ::-1] < np.array(size)).all(axis=1).mean())
+    if smaller > 0.5:
+        return [f"{smaller:.0%} of the images are smaller than what the model gets: a smaller --image_size is faster."]
+    return []
+
+
+def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
+    dataset: Any = trainer.train_dataset
+    rows = np.random.default_rng(1).permutation(len(dataset))[:size]
+    batch = dataset.__getitems__([Sample(0, stage, int(row)) for row in rows])
+    labels = torch.stack([torch.as_tensor(row["labels"]) for row in batch])
+    return torch.stack([row["pixel_values"] for row in batch]), labels
+
+
+def _unused_parameters(trainer: ViTTrainer) -> list[str]:
+    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, 2, stage=-1))
+    trainer.model.train()
+    trainer.model(pixel_values, labels=labels).loss.backward()
+    unused = [name for name, p in trainer.model.named_parameters() if p.requires_grad and p.grad is None]
+    trainer.model.zero_grad()
+    print(f"Gradients  {len(unused)} parameters are without one")
+    return [f"These parameters get no gradient: {', '.join(unused)}."] if unused else []
+
+
+def _overfit(trainer: ViTTrainer) -> list[str]:
+    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFITTED, stage=-1))
+    ids = labels.argmax(-1) if labels.is_floating_point() else labels
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+    accuracy = 0.0
+    for step in range(1, MAX_STEPS + 1):  # noqa: B007
+        logits = trainer.model(pixel_values).logits
+        accuracy = (logits.argmax(-1) == ids).float().mean().item()
+        if accuracy >= 0.99:
+            break
+        loss = F.cross_entropy(logits, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"By heart   {accuracy:.0%} of {len(ids)} training images after {step} steps of AdamW at 1e-3")
+    if accuracy < 0.9:
+        return [f"The model has learnt only {accuracy:.0%} of {len(ids)} images by heart. Are labels and images those "
+                "that belong together (see the samples)? Is the model too small, or dropout high?"]  # fmt: skip
+    return []
+
+
+def _speed(trainer: ViTTrainer) -> None:
+    size = trainer.args.per_device_train_batch_size
+    loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
+    loading = _images_per_second(lambda: len(next(loader)["labels"]))
+    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, size, stage=1))
+
+    def compute() -> int:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.model(pixel_values, labels=labels).loss
+        loss.backward()
+        trainer.model.zero_grad()
+        return len(labels) if loss.item() == loss.item() else 0  # reading it waits for the device
+
+    computing = _images_per_second(compute)
+    bound = "computing" if computing < loading else "loading (more --dataloader_num_workers, or fewer augmentations)"
+    print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
+
+
+def _images_per_second(step: Any) -> float:
+    step()
+    images, start = 0, time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        images += step()
+    return images / (time.perf_counter() - start)
+
+
+def _sheet(trainer: ViTTrainer, names: list[str]) -> Image.Image:
+    """Up to 32 augmented training images, each with the label that it has most of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dataset: Any = trainer.train_dataset
+    assert isinstance(dataset, ImageClassificationDataset)
+    pixel_values, labels = _batch(trainer, 32, stage=min(1, len(dataset.stages) - 1))
+    processor = dataset.image_processor
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (processor.image_mean, processor.image_std))
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    for axes in figure.subplots(4, 8).flat:
+        axes.axis("off")
+    for axes, pixels, label in zip(figure.axes, pixel_values, labels, strict=False):
+        axes.imshow((pixels * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+        best = int(label.argmax()) if label.is_floating_point() else int(label)
+        share = f" {label.max():.0%}" if label.is_floating_point() else ""
+        axes.set_title(f"{names[best]}{share}", fontsize=8)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
