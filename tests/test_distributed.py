@@ -36,7 +36,6 @@ def test_fsdp2_trains_evaluates_and_saves_as_one_process_does(tmp_path):
 
     losses = [float(text) for text in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
     assert len(losses) == 6
-    assert "FSDP" in done.stderr + done.stdout
     assert (tmp_path / "two" / "last" / "pytorch_model_fsdp.bin").is_file()
     whole, split = (AutoModelForImageClassification.from_pretrained(tmp_path / name) for name in ("one", "two"))
     for name, tensor in whole.state_dict().items():

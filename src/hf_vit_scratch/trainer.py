@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -329,14 +328,6 @@ class ViTTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, STAGING) if self._staging else run_dir
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if state_dict is not None:  # FSDP gathers it, but on a CPU leaves it in parts
-            state_dict = {
-                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                for name, tensor in state_dict.items()
-            }
-        super()._save(output_dir, state_dict)
 
     def _publish(self, staged: Path, final: Path) -> None:
         if final.exists():  # of an earlier attempt at the same step
