@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, or resumed with something else than they began with."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,12 +28,15 @@ def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path):
 
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     argv = [*SMALL, "--max_steps", "200", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
-            "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")]  # fmt: skip
+            "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",
+            "--output_dir", str(tmp_path / "run")]  # fmt: skip
     command = [sys.executable, ROOT / "train.py", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     for line in process.stdout:
         if "'loss'" in line:
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)  # as job schedulers do: the worker processes get it too
             break
 
     output, _ = process.communicate(timeout=120)

@@ -6,6 +6,7 @@ Hub. Whatever the source, the splits have the columns `image` (encoded, see `dec
 
 import io
 import logging
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -249,6 +250,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> list[dict[str, Any]]:
         """A whole batch at once, which the data loader asks for where it can."""
+        if get_worker_info() is not None:  # a SIGTERM to the whole group must leave the main process its last batches
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         augment = self.stages[samples[0].stage]
         with _restored_rng_state():

@@ -96,7 +96,8 @@ class ViTTrainer(Trainer):
         self._logged_time = None
         self._start_time = time.perf_counter()
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
-        shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
+        if self.args.should_save:
+            shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
             self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
         if isinstance(resume_from_checkpoint, str):
