@@ -72,7 +72,7 @@ TORCHVISION = {
     "encoder.layers.encoder_layer_{i}.ln_2": "layers.{i}.layernorm_after",
     "encoder.layers.encoder_layer_{i}.mlp.0": "layers.{i}.mlp.fc1",
     "encoder.layers.encoder_layer_{i}.mlp.3": "layers.{i}.mlp.fc2",
-    "encoder.layers.encoder_layer_{i}.mlp.linear_1": "layers.{i}.mlp.fc1",  # in files from before torchvision 0.13
+    "encoder.layers.encoder_layer_{i}.mlp.linear_1": "layers.{i}.mlp.fc1",  # the names of older files
     "encoder.layers.encoder_layer_{i}.mlp.linear_2": "layers.{i}.mlp.fc2",
     "encoder.ln": "layernorm",
     "heads.pre_logits": "pre_logits.0",
@@ -567,9 +567,7 @@ _HARMLESS = {
     "output_fmt", "dynamic_img_size", "dynamic_img_pad", "strict_img_size", "weight_init_mode", "fix_init",
     "num_classes", "num_labels", "global_pool", "dropout", "attention_dropout", "dropout_prob",
 }  # fmt: skip
-
-
-REGULARISATION = {"Dropout", "DropPath", "PatchDropout", "Identity", "ViTScratchDropPath", "NoneType"}
+_REGULARISATION = {"Dropout", "DropPath", "PatchDropout", "Identity", "ViTScratchDropPath", "NoneType"}
 
 
 def _require_class(module: object, classes: tuple[type, ...], caller: str) -> None:
@@ -650,7 +648,7 @@ def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str
             found.append(f"{path or 'it'} has a forward of its own")
         elif _foreign_hooks(module):
             found.append(f"{path or 'it'} has a hook")
-        if {_kind(module), _kind(plain)} <= REGULARISATION:
+        if {_kind(module), _kind(plain)} <= _REGULARISATION:
             probability = _probability(module)
             if probability != _probability(plain):
                 left_behind.append(f"{path} (probability {probability:g})")
@@ -659,20 +657,18 @@ def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str
             named.append(f"{path}.")
         elif _kind(module) != _kind(plain) and not is_activation:
             found.append(f"{path or 'it'} is {_kind(module)}, not {_kind(plain)}")
-            named.append(f"{path}." if path else "\0")
+            if path:
+                named.append(f"{path}.")
         elif not is_activation:
             for name, value in vars(module).items():
-                if (
-                    name.startswith("_")
-                    or name in _HARMLESS
-                    or not isinstance(value, bool | int | float | str | tuple)
-                ):
+                comparable = isinstance(value, bool | int | float | str | tuple)
+                if not comparable or name.startswith("_") or name in _HARMLESS:
                     continue
                 plain_value = getattr(plain, name, None)
                 if value != plain_value:
                     found.append(f"{path}.{name}={value!r}, not {plain_value!r}".removeprefix("."))
     for path, plain in twins.items():
-        if wanted(path) and _kind(plain) not in REGULARISATION:
+        if wanted(path) and _kind(plain) not in _REGULARISATION:
             found.append(f"{path} ({_kind(plain)}) is missing")
             named.append(f"{path}.")
 
@@ -687,14 +683,8 @@ def _refuse_unlike(source: nn.Module, twin: nn.Module, caller: str, but_for: str
 def _kind(module: nn.Module | None) -> str:
     """The class's name, with its module where it belongs to none of the libraries, so that nothing passes for them."""
     cls = type(module)
-    known = cls.__module__.partition(".")[0] in (
-        "torch",
-        "torchvision",
-        "timm",
-        "transformers",
-        "hf_vit_scratch",
-        "builtins",
-    )
+    libraries = ("torch", "torchvision", "timm", "transformers", "hf_vit_scratch", "builtins")
+    known = cls.__module__.partition(".")[0] in libraries
     if known and isinstance(module, nn.LayerNorm) and cls.__name__ == "LayerNorm":
         return "LayerNorm"  # timm has its own, which computes the same
     return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
