@@ -1,4 +1,7 @@
 import io
+import multiprocessing
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -452,6 +455,24 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
         for name in ("pixel_values", "labels"):
             expected = torch.stack([torch.as_tensor(alone[sample][name]) for sample in sampler])
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
+
+
+def test_worker_processes_end_by_the_main_process_alone(augmented):
+    """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
+    loader = DataLoader(augmented(), batch_size=1, num_workers=1, prefetch_factor=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+
+    subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
+    assert len(list(batches)) == len(augmented()) - 1
+
+    batches = iter(loader)  # left unfinished, as by an exception: then multiprocessing ends it by SIGTERM, and waits
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=30)
+    assert worker.exitcode == 0
 
 
 def test_augmentation_leaves_the_global_generator_alone(augmented):

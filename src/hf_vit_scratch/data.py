@@ -4,9 +4,12 @@ Sources: the digits that ship inside scikit-learn, a folder of class folders, lo
 Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and `label` (`ClassLabel`).
 """
 
+import functools
 import io
 import logging
+import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -250,8 +253,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> list[dict[str, Any]]:
         """A whole batch at once, which the data loader asks for where it can."""
-        if get_worker_info() is not None:  # a SIGTERM to the whole group must leave the main process its last batches
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if get_worker_info() is not None:
+            _end_by_the_main_process_alone()
         samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         augment = self.stages[samples[0].stage]
         with _restored_rng_state():
@@ -316,6 +319,25 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                     self._decoded_bytes += size
             images.append(image)
         return images, rows["label"]
+
+
+@functools.cache  # once in each worker process
+def _end_by_the_main_process_alone() -> None:
+    """Let a worker process heed SIGTERM only from its main process.
+
+    Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end; yet
+    SIGTERM is also how multiprocessing ends, and then waits for, workers that an exception left behind.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
+        return
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager
