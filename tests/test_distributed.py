@@ -1,7 +1,9 @@
-"""Training with the parameters split over two processes."""
+"""`train.py` on two processes: the model on each of them (DDP), or split over them (FSDP2)."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,34 +15,59 @@ from test_train_script import ROOT, train
 from transformers import AutoModelForImageClassification
 
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+# Into the second epoch, in batches of equal sizes: accelerate fills the last ones up with images that it repeats.
 # Without --use_cpu: the processes must find each other by themselves.
 ARGV = ["--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--disable_tqdm", "true",
-        "--max_steps", "6", "--save_strategy", "steps", "--save_steps", "3", "--eval_strategy", "steps",
-        "--eval_steps", "3", "--logging_steps", "1"]  # fmt: skip
+        "--max_steps", "14", "--save_strategy", "steps", "--save_steps", "7", "--eval_strategy", "steps",
+        "--eval_steps", "7", "--logging_steps", "1", "--load_best_model_at_end", "false",
+        "--dataloader_drop_last", "true", "--per_device_eval_batch_size", "60"]  # fmt: skip
+
+
+def train_on_two_processes(script, environment, output_dir, *more):
+    """Run, and return what was printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    done = subprocess.run(
+        [*launch, *ARGV, "--per_device_train_batch_size", "64", "--output_dir", output_dir, *more],
+        capture_output=True, text=True, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate would take the accelerator")
-def test_fsdp2_trains_evaluates_and_saves_as_one_process_does(tmp_path):
-    # As `accelerate launch` hands the shipped configuration to the processes.
-    config = yaml.safe_load((ROOT / "recipes" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"]
-    settings = {name.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS"): str(x) for name, x in config.items()}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-              Path(__file__).with_name("fsdp_on_cpu.py")]  # fmt: skip
-    where = ["--output_dir", tmp_path / "two", "--per_device_train_batch_size", "64"]
-
-    done = subprocess.run(
-        [*launch, *ARGV, *where], capture_output=True, text=True, timeout=120, env=os.environ | settings
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_train_evaluate_save_and_resume_as_one_does(tmp_path, kind):
+    script, environment, one, two, resumed = (
+        ROOT / "train.py",
+        {},
+        *(tmp_path / name for name in ("1", "2", "resumed")),
     )
-    assert done.returncode == 0, done.stderr
-    one = train.main([*ARGV, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "128"])
+    if kind == "fsdp2":  # as `accelerate launch` hands the shipped configuration to the processes
+        script = Path(__file__).with_name("fsdp_on_cpu.py")
+        config = yaml.safe_load((ROOT / "recipes" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"]
+        environment = {
+            name.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS"): str(value)
+            for name, value in config.items()
+        }
 
-    losses = [float(text) for text in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
-    assert len(losses) == 6
-    assert (tmp_path / "two" / "last" / "pytorch_model_fsdp.bin").is_file()
-    whole, split = (AutoModelForImageClassification.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    printed = train_on_two_processes(script, environment, two)
+    expected = train.main([*ARGV, "--per_device_train_batch_size", "128", "--output_dir", str(one)])
+
+    assert len(re.findall(r"'loss'", printed)) == 14  # one process speaks
+    assert (two / "last" / "pytorch_model_fsdp.bin").is_file() == (kind == "fsdp2")
+    metrics = json.loads((two / "metrics.json").read_text())
+    assert metrics["test_loss"] == pytest.approx(expected["test_loss"], abs=1e-4)
+    assert metrics["epoch"] == expected["epoch"]
+    whole, split = (AutoModelForImageClassification.from_pretrained(folder) for folder in (one, two))
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(split.state_dict()[name], tensor, rtol=0, atol=1e-4)
-    assert one["epoch"] == pytest.approx(6 / 11)
+
+    resumed.mkdir()
+    shutil.copy(two / "recipe.yaml", resumed)
+    shutil.copytree(two / "checkpoint-7", resumed / "checkpoint-7")
+    printed = train_on_two_processes(script, environment, resumed, "--resume_from_checkpoint", "true")
+    assert len(re.findall(r"'loss'", printed)) == 7
+    assert (resumed / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

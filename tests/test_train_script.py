@@ -136,26 +136,6 @@ def test_folder_of_photographs_trains(class_folders, tmp_path):
     assert {answer["label"] for answer in classify(Image.new("RGB", (64, 48)))} == {"flower", "temple"}
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the default device would not be the CPU")
-def test_two_processes_train_one_model(tmp_path):
-    # Batches of equal sizes: accelerate fills the last ones up with images that it repeats.
-    argv = [*SMALL, "--max_steps", "15", "--eval_strategy", "no", "--save_strategy", "no"]  # into the second epoch
-    argv += ["--dataloader_drop_last", "true", "--per_device_eval_batch_size", "60"]
-    argv = (
-        argv[: argv.index("--use_cpu")] + argv[argv.index("--use_cpu") + 2 :]
-    )  # processes must find each other alone
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    where = ["--output_dir", tmp_path / "two", "--per_device_train_batch_size", "64"]
-    done = subprocess.run([*launch, *argv, *where], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-    one = train.main([*argv, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "128"])
-
-    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
-    assert two["test_loss"] == pytest.approx(one["test_loss"], abs=1e-4)
-    assert two["epoch"] == one["epoch"]
-
-
 def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):
     argv = [
         *SMALL,

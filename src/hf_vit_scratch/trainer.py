@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,9 @@ class ViTTrainer(Trainer):
         self._start_time = 0.0
         self._progress = 0.0
         self._staging = False
+        if self.is_fsdp_enabled:
+            # At every step, of the patch embedding, whose output we do not change in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         if self.args.ema_decay is not None and self.is_fsdp_enabled:
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
 
