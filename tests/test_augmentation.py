@@ -1,9 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from hf_vit_scratch.augmentation import GREY, Mixing, build_augmentation, training_stages
+from hf_vit_scratch.augmentation import GREY, Augmentation, Mixing, training_stages
+from hf_vit_scratch.batch_transforms import Draws
 from hf_vit_scratch.errors import UserError
 
 
@@ -12,42 +15,58 @@ def picture(photographs):
     return photographs[1].resize((24, 16))
 
 
+@pytest.fixture(params=["one", "batch"])
+def augmenting(request):
+    """Builds a function of a PIL image that augments it alone, or in a batch, with other draws at every call."""
+
+    def build(image_size, **choices):
+        augmentation, calls = Augmentation(image_size, **choices), itertools.count()
+
+        def one_of_a_batch(image):
+            draws = Draws([(next(calls),), (next(calls),)])
+            return augmentation.batch(torch.stack((pixels(image), 255 - pixels(image))), draws)[0]
+
+        return one_of_a_batch if request.param == "batch" else augmentation
+
+    return build
+
+
 def pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def test_without_choices_the_image_passes_unchanged(picture):
-    augmented = build_augmentation((16, 24))(picture)
+def test_without_choices_the_image_passes_unchanged(augmenting, picture):
+    augmented = augmenting((16, 24))(picture)
 
     assert augmented.dtype == torch.uint8
     assert torch.equal(augmented, pixels(picture))
 
 
-def test_image_of_another_size_is_resized(photographs):
-    assert build_augmentation((16, 24))(photographs[0]).shape == (3, 16, 24)
+def test_image_of_another_size_is_resized(augmenting, photographs):
+    assert augmenting((16, 24))(photographs[0]).shape == (3, 16, 24)
 
 
 @pytest.mark.parametrize("prob", [0.0, 1.0])
-def test_flip(picture, prob):
+def test_flip(augmenting, picture, prob):
     expected = pixels(picture).flip(2) if prob else pixels(picture)
 
-    assert torch.equal(build_augmentation((16, 24), horizontal_flip_prob=prob)(picture), expected)
+    assert torch.equal(augmenting((16, 24), horizontal_flip_prob=prob)(picture), expected)
 
 
-def test_padded_crop_is_a_window_of_the_reflected_image(picture):
+def test_padded_crop_is_a_window_of_the_reflected_image(augmenting, picture):
     padded = np.pad(np.array(picture), ((2, 2), (2, 2), (0, 0)), mode="reflect")
     windows = [padded[y : y + 16, x : x + 24].transpose(2, 0, 1) for y in range(5) for x in range(5)]
-    augment = build_augmentation((16, 24), crop_padding=2)
+    augment = augmenting((16, 24), crop_padding=2)
 
     for _ in range(20):
         augmented = augment(picture).numpy()
         assert any(np.array_equal(augmented, window) for window in windows)
 
 
-def test_translation_moves_by_at_most_its_share(picture):
+def test_translation_moves_by_at_most_its_share(augmenting, picture):
     dot = Image.new("RGB", (40, 40))
     dot.putpixel((20, 20), (255, 255, 255))
-    augment = build_augmentation((40, 40), translation=0.1)
+    augment = augmenting((40, 40), translation=0.1)
 
     places = {tuple(augment(dot)[0].nonzero()[0].tolist()) for _ in range(200)}
 
@@ -55,9 +74,9 @@ def test_translation_moves_by_at_most_its_share(picture):
     assert {abs(coordinate - 20) <= 4 for place in places for coordinate in place} == {True}
 
 
-def test_resized_crop_keeps_at_least_its_share_of_the_area():
+def test_resized_crop_keeps_at_least_its_share_of_the_area(augmenting):
     gradient = Image.fromarray(np.arange(100, dtype=np.uint8)[None, :, None].repeat(100, 0).repeat(3, 2))
-    augment = build_augmentation((100, 100), random_resized_crop_scale=0.25)
+    augment = augmenting((100, 100), random_resized_crop_scale=0.25)
 
     # The width of a crop shows in the range of the gradient; ratio 4/3 at the most, so at least sqrt(.25 * 3/4) wide.
     widths = [int(image.max()) - int(image.min()) for image in (augment(gradient)[0] for _ in range(100))]
@@ -86,12 +105,12 @@ def test_resized_crop_keeps_at_least_its_share_of_the_area():
 )
 def test_value_out_of_range_is_refused(choice, message):
     with pytest.raises(UserError, match=message):
-        build_augmentation((16, 24), **choice)
+        Augmentation((16, 24), **choice)
 
 
 @pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
-def test_policy_changes_most_images_and_keeps_their_shape(policy, picture):
-    augment = build_augmentation((16, 24), auto_augment=policy)
+def test_policy_changes_most_images_and_keeps_their_shape(augmenting, policy, picture):
+    augment = augmenting((16, 24), auto_augment=policy)
 
     augmented = [augment(picture) for _ in range(40)]
 
@@ -103,15 +122,15 @@ def test_policy_changes_most_images_and_keeps_their_shape(policy, picture):
 def test_stronger_randaugment_changes_more(picture):
     def mean_change(magnitude):
         torch.manual_seed(0)
-        augment = build_augmentation((16, 24), auto_augment="randaugment", randaugment_magnitude=magnitude)
+        augment = Augmentation((16, 24), auto_augment="randaugment", randaugment_magnitude=magnitude)
         return sum((augment(picture).float() - pixels(picture)).abs().mean().item() for _ in range(100))
 
     assert mean_change(2) < 0.7 * mean_change(25)
 
 
 @pytest.mark.parametrize("prob", [0.0, 1.0])
-def test_erasing_turns_a_rectangle_grey(prob, picture):
-    erased = build_augmentation((16, 24), random_erasing_prob=prob)(picture)
+def test_erasing_turns_a_rectangle_grey(augmenting, prob, picture):
+    erased = augmenting((16, 24), random_erasing_prob=prob)(picture)
 
     changed = (erased != pixels(picture)).any(0)
     assert changed.any() == bool(prob)
@@ -169,5 +188,5 @@ def test_impossible_mixing_is_refused(choice, message):
 def test_smoothed_label_by_hand():
     mixing = Mixing(4, label_smoothing=0.2)
 
-    assert torch.allclose(mixing.smooth(torch.tensor([2])), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
+    assert torch.allclose(mixing.smooth(mixing.one_hot(torch.tensor([2]))), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
     assert torch.allclose(mixing.smooth(torch.tensor([[0.5, 0.5, 0, 0]])), torch.tensor([[0.45, 0.45, 0.05, 0.05]]))

@@ -1,5 +1,6 @@
 import io
 import multiprocessing
+import re
 import subprocess
 import sys
 
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
-from hf_vit_scratch.augmentation import Mixing, build_augmentation
+from hf_vit_scratch.augmentation import Augmentation, Mixing
 from hf_vit_scratch.data import (
     EpochSampler,
     ImageClassificationDataset,
     Sample,
+    collate,
     decode_image,
     load_digits,
     load_splits,
@@ -297,7 +299,7 @@ def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
     with pytest.raises(
         UserError, match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\.$"
     ):
-        next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
+        next(iter(DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate)))
 
 
 def test_missing_image_is_named(tmp_path, photographs, image_processor):
@@ -395,37 +397,45 @@ def test_image_without_a_path_is_named_by_its_place():
 # Batches
 
 
-def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0):
+@pytest.fixture(params=["one at a time", "kept"])
+def kept(request):
+    """Whether all images are kept decoded, or each is decoded when it is wanted."""
+    return request.param == "kept"
+
+
+def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0, kept=False):
     crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in range(12)]
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
-    return ImageClassificationDataset(rows, image_processor, stages or (None,), mixing, seed)
+    dataset = ImageClassificationDataset(rows, image_processor, stages or (None,), mixing, seed)
+    assert not kept or dataset.keep_on(torch.device("cpu"))
+    return dataset
 
 
-def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs):
-    dataset = make_dataset(image_processor, photographs)
+def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs, kept):
+    dataset = make_dataset(image_processor, photographs, kept=kept)
 
     batch = dataset.__getitems__([3, 5])
 
     crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in (3, 5)]
     expected = image_processor(crops, return_tensors="pt")["pixel_values"]
-    assert torch.equal(torch.stack([row["pixel_values"] for row in batch]), expected)
-    assert [row["labels"] for row in batch] == [1, 1]
+    assert torch.equal(batch["pixel_values"], expected)
+    assert batch["labels"].tolist() == [1, 1]
 
 
-def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs):
-    augment = build_augmentation((16, 24))  # nothing random: only the resize
+def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs, kept):
+    augment = Augmentation((16, 24))  # nothing random: only the resize
 
-    train = make_dataset(image_processor, photographs, augment)[0]["pixel_values"]
+    train = make_dataset(image_processor, photographs, augment, kept=kept)[0]["pixel_values"]
 
     evaluation = make_dataset(image_processor, photographs)[0]["pixel_values"]
     torch.testing.assert_close(train, evaluation, rtol=0, atol=0.02)  # PIL's and torchvision's resizing differ
 
 
 @pytest.fixture
-def augmented(image_processor, photographs):
-    augment = build_augmentation((16, 24), random_resized_crop_scale=0.5, horizontal_flip_prob=0.5, rotation_degrees=9)
-    return lambda **arguments: make_dataset(image_processor, photographs, augment, **arguments)
+def augmented(image_processor, photographs, kept):
+    augment = Augmentation((16, 24), random_resized_crop_scale=0.5, horizontal_flip_prob=0.5, rotation_degrees=9)
+    return lambda **arguments: make_dataset(image_processor, photographs, augment, kept=kept, **arguments)
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
@@ -434,7 +444,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
     torch.rand(3)  # another state of the global generator
     dataset = augmented()
     dataset.__getitems__([0, 1])
-    assert torch.equal(dataset.__getitems__([2, 5, 7])[1]["pixel_values"], alone)
+    assert torch.equal(dataset.__getitems__([2, 5, 7])["pixel_values"][1], alone)
     assert not torch.equal(augmented(seed=1)[5]["pixel_values"], alone)
     assert not torch.equal(dataset[Sample(1, 0, 5)]["pixel_values"], alone)
     assert torch.equal(dataset[Sample(0, 0, 5)]["pixel_values"], alone)
@@ -446,7 +456,12 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
     mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1) if mixed else None
     alone, sampler = augmented(mixing=mixing), EpochSampler(12, seed=3)
     loader = DataLoader(
-        augmented(mixing=mixing), batch_size=5, sampler=sampler, num_workers=2, persistent_workers=persistent_workers
+        augmented(mixing=mixing),
+        batch_size=5,
+        sampler=sampler,
+        num_workers=2,
+        persistent_workers=persistent_workers,
+        collate_fn=collate,
     )
 
     for epoch in range(3):
@@ -459,7 +474,7 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
 
 def test_worker_processes_end_by_the_main_process_alone(augmented):
     """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
-    loader = DataLoader(augmented(), batch_size=1, num_workers=1, prefetch_factor=1)
+    loader = DataLoader(augmented(), batch_size=1, num_workers=1, prefetch_factor=1, collate_fn=collate)
     batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()
@@ -491,7 +506,7 @@ def test_augmentation_leaves_the_global_generator_alone(augmented):
 
 @pytest.fixture
 def plain():
-    return build_augmentation((16, 24))  # nothing random: only the resize
+    return Augmentation((16, 24))  # nothing random: only the resize
 
 
 def mixture(mixed, own, other):
@@ -500,9 +515,11 @@ def mixture(mixed, own, other):
     return share.item(), (mixed - (share * own + (1 - share) * other)).abs().max().item()
 
 
-def test_mixup_is_the_mixture_of_two_images_of_the_split_and_of_their_labels(image_processor, photographs, plain):
-    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=1.0))
-    whole = make_dataset(image_processor, photographs, plain)
+def test_mixup_is_the_mixture_of_two_images_of_the_split_and_of_their_labels(
+    image_processor, photographs, plain, kept
+):
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=1.0), kept=kept)
+    whole = make_dataset(image_processor, photographs, plain, kept=kept)
     images = [whole[row]["pixel_values"] for row in range(12)]
     shares, partners = [], set()
 
@@ -560,10 +577,32 @@ def test_sample_is_the_same_in_any_batch(augmented):
 
     together = augmented(mixing=mixing).__getitems__(samples)
 
-    for sample, row in zip(samples, together, strict=True):
+    for place, sample in enumerate(samples):
         alone = augmented(mixing=mixing)[sample]
-        assert torch.equal(alone["pixel_values"], row["pixel_values"])
-        assert torch.equal(alone["labels"], row["labels"])
+        assert torch.equal(alone["pixel_values"], together["pixel_values"][place])
+        assert torch.equal(alone["labels"], together["labels"][place])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "message"),
+    [
+        ([(8, 8)] * 4, 4 * 3 * 8 * 8, r"kept on cpu and augmented there in batches \(0.000768 MB\)"),
+        ([(8, 8)] * 4, 4 * 3 * 8 * 8 - 1, r"one at a time: together they would take 7.68e-07 GB"),
+        ([(8, 8)] * 3 + [(8, 9)], 2**20, r"one at a time: they are not all of one size"),
+    ],
+)
+def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, monkeypatch, caplog):
+    monkeypatch.setattr("hf_vit_scratch.data.DECODED_BYTES_KEPT", most)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a"])})
+    rows = Dataset.from_dict({"image": [Image.new("L", size) for size in sizes], "label": [0] * 4}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
+
+    with caplog.at_level("INFO"):
+        kept = dataset.keep_on(torch.device("cpu"))
+
+    assert kept == ("kept" in message)
+    assert re.search(message, caplog.text)
+    assert dataset[1]["pixel_values"].shape == (3, 16, 24)
 
 
 # Order and stages

@@ -11,6 +11,7 @@ LAYERS = {
     "errors": 0,
     "configuration_vit_scratch": 0,
     "reference": 0,
+    "batch_transforms": 0,
     "modeling_vit_scratch": 1,
     "data": 2,
     "augmentation": 1,

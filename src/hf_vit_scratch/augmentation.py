@@ -1,35 +1,39 @@
-"""Random changes to training images, and mixtures of two of them, from torchvision's v2 transforms."""
+"""Random changes to training images, and mixtures of two of them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from PIL import Image
+from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
 
+from .batch_transforms import (
+    Draws,
+    random_affine,
+    random_crop_and_flip,
+    random_erasing,
+    random_policy,
+    random_resized_crop,
+    rectangle_mask,
+    to_device,
+)
 from .errors import UserError
 
 POLICIES = ("randaugment", "trivialaugment")
 GREY = 127  # what the default image processor makes 0
 
 
-def build_augmentation(
-    image_size: tuple[int, int],
-    *,
-    random_resized_crop_scale: float | None = None,
-    crop_padding: int = 0,
-    horizontal_flip_prob: float = 0.0,
-    rotation_degrees: float = 0.0,
-    translation: float = 0.0,
-    scaling: float = 0.0,
-    auto_augment: str | None = None,
-    randaugment_num_ops: int = 2,
-    randaugment_magnitude: int = 9,
-    random_erasing_prob: float = 0.0,
-) -> Callable[[Image.Image], Tensor]:
-    """Chain the chosen augmentations, in the order of the arguments below but for the crops, which come first.
+@dataclass
+class Augmentation:
+    """The chosen augmentations: crops first, then the others in the order of the arguments.
+
+    An image is augmented alone, by torchvision's v2 transforms in PIL, or in a batch of images of one size, by those
+    of `hf_vit_scratch.batch_transforms`, which are the same but for what is drawn and the rounding of resized pixels.
 
     Args:
         image_size: Height and width of the result, pixels.
@@ -48,61 +52,102 @@ def build_augmentation(
         random_erasing_prob: Probability that a random rectangle turns grey (Zhong et al. 2017,
             https://arxiv.org/abs/1708.04896).
 
-    Returns:
-        A function of an RGB image that returns a uint8 tensor (3, height, width); it draws from torch's generator.
-
     Raises:
         UserError: A value is out of its range; the message names it.
     """
-    if random_resized_crop_scale is not None and not 0 < random_resized_crop_scale <= 1:
-        raise UserError(f"random_resized_crop_scale must lie in (0, 1], got {random_resized_crop_scale}.")
-    if not 0 <= crop_padding < min(image_size):
-        raise UserError(f"crop_padding must be 0 or more and below the image size {image_size}, got {crop_padding}.")
-    if not 0 <= horizontal_flip_prob <= 1:
-        raise UserError(f"horizontal_flip_prob must lie in [0, 1], got {horizontal_flip_prob}.")
-    if not 0 <= rotation_degrees <= 180:
-        raise UserError(f"rotation_degrees must lie in [0, 180], got {rotation_degrees}.")
-    for name, share in (("translation", translation), ("scaling", scaling)):
-        if not 0 <= share < 1:
-            raise UserError(f"{name} must lie in [0, 1), got {share}.")
 
-    if auto_augment not in (None, *POLICIES):
-        raise UserError(f"auto_augment must be one of {', '.join(POLICIES)}; got {auto_augment!r}.")
-    if randaugment_num_ops < 1:
-        raise UserError(f"randaugment_num_ops must be at least 1, got {randaugment_num_ops}.")
-    if not 0 <= randaugment_magnitude <= 30:
-        raise UserError(f"randaugment_magnitude must lie in [0, 30], got {randaugment_magnitude}.")
-    if not 0 <= random_erasing_prob <= 1:
-        raise UserError(f"random_erasing_prob must lie in [0, 1], got {random_erasing_prob}.")
+    image_size: tuple[int, int]
+    random_resized_crop_scale: float | None = None
+    crop_padding: int = 0
+    horizontal_flip_prob: float = 0.0
+    rotation_degrees: float = 0.0
+    translation: float = 0.0
+    scaling: float = 0.0
+    auto_augment: str | None = None
+    randaugment_num_ops: int = 2
+    randaugment_magnitude: int = 9
+    random_erasing_prob: float = 0.0
 
-    transforms: list[Callable] = []
-    if random_resized_crop_scale is not None:
-        transforms.append(v2.RandomResizedCrop(image_size, scale=(random_resized_crop_scale, 1.0), antialias=True))
-    else:
-        transforms.append(v2.Resize(image_size, antialias=True))
-    if rotation_degrees or translation or scaling:
-        transforms.append(
-            v2.RandomAffine(
-                rotation_degrees,
-                translate=(translation, translation),
-                scale=(1 - scaling, 1 + scaling),
-                interpolation=v2.InterpolationMode.BILINEAR,
+    def __post_init__(self) -> None:
+        if self.random_resized_crop_scale is not None and not 0 < self.random_resized_crop_scale <= 1:
+            raise UserError(f"random_resized_crop_scale must lie in (0, 1], got {self.random_resized_crop_scale}.")
+        if not 0 <= self.crop_padding < min(self.image_size):
+            raise UserError(
+                f"crop_padding must be 0 or more and below the image size {self.image_size}, got {self.crop_padding}."
             )
-        )
-    if crop_padding:
-        transforms.append(v2.RandomCrop(image_size, padding=crop_padding, padding_mode="reflect"))
-    if horizontal_flip_prob:
-        transforms.append(v2.RandomHorizontalFlip(horizontal_flip_prob))
-    fill = (GREY, GREY, GREY)
-    if auto_augment == "randaugment":
-        transforms.append(v2.RandAugment(randaugment_num_ops, randaugment_magnitude, fill=fill))
-    elif auto_augment == "trivialaugment":
-        transforms.append(v2.TrivialAugmentWide(fill=fill))
-    # The tensor is made late: the geometric transforms are four times as fast on a small PIL image.
-    transforms.append(v2.PILToTensor())
-    if random_erasing_prob:
-        transforms.append(v2.RandomErasing(random_erasing_prob, value=GREY))
-    return v2.Compose(transforms)
+        if not 0 <= self.horizontal_flip_prob <= 1:
+            raise UserError(f"horizontal_flip_prob must lie in [0, 1], got {self.horizontal_flip_prob}.")
+        if not 0 <= self.rotation_degrees <= 180:
+            raise UserError(f"rotation_degrees must lie in [0, 180], got {self.rotation_degrees}.")
+        for name, share in (("translation", self.translation), ("scaling", self.scaling)):
+            if not 0 <= share < 1:
+                raise UserError(f"{name} must lie in [0, 1), got {share}.")
+
+        if self.auto_augment not in (None, *POLICIES):
+            raise UserError(f"auto_augment must be one of {', '.join(POLICIES)}; got {self.auto_augment!r}.")
+        if self.randaugment_num_ops < 1:
+            raise UserError(f"randaugment_num_ops must be at least 1, got {self.randaugment_num_ops}.")
+        if not 0 <= self.randaugment_magnitude <= 30:
+            raise UserError(f"randaugment_magnitude must lie in [0, 30], got {self.randaugment_magnitude}.")
+        if not 0 <= self.random_erasing_prob <= 1:
+            raise UserError(f"random_erasing_prob must lie in [0, 1], got {self.random_erasing_prob}.")
+
+        self.policy: v2.RandAugment | v2.TrivialAugmentWide | None = None
+        fill = (GREY, GREY, GREY)
+        if self.auto_augment == "randaugment":
+            self.policy = v2.RandAugment(self.randaugment_num_ops, self.randaugment_magnitude, fill=fill)
+        elif self.auto_augment == "trivialaugment":
+            self.policy = v2.TrivialAugmentWide(fill=fill)
+        self._one = self._torchvision_transforms()
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """An RGB image as a uint8 tensor (3, height, width), random by torch's global generator."""
+        return self._one(image)
+
+    def batch(self, images: Tensor, draws: Draws) -> Tensor:
+        """Images of one size, uint8 (B, 3, old height, old width) -> (B, 3, height, width), on their device."""
+        if self.random_resized_crop_scale is not None:
+            images = random_resized_crop(images, draws, self.image_size, self.random_resized_crop_scale)
+        elif images.shape[-2:] != self.image_size:
+            images = TF.resize(images, list(self.image_size), antialias=True)
+        if self.rotation_degrees or self.translation or self.scaling:
+            images = random_affine(images, draws, self.rotation_degrees, self.translation, self.scaling)
+        if self.crop_padding or self.horizontal_flip_prob:
+            images = random_crop_and_flip(images, draws, self.crop_padding, self.horizontal_flip_prob)
+        if self.policy is not None:
+            images = random_policy(images, draws, self.policy, GREY)
+        if self.random_erasing_prob:
+            images = random_erasing(images, draws, self.random_erasing_prob, GREY)
+        return images
+
+    def _torchvision_transforms(self) -> Callable[[Image.Image], Tensor]:
+        transforms: list[Callable] = []
+        if self.random_resized_crop_scale is not None:
+            transforms.append(
+                v2.RandomResizedCrop(self.image_size, scale=(self.random_resized_crop_scale, 1.0), antialias=True)
+            )
+        else:
+            transforms.append(v2.Resize(self.image_size, antialias=True))
+        if self.rotation_degrees or self.translation or self.scaling:
+            transforms.append(
+                v2.RandomAffine(
+                    self.rotation_degrees,
+                    translate=(self.translation, self.translation),
+                    scale=(1 - self.scaling, 1 + self.scaling),
+                    interpolation=v2.InterpolationMode.BILINEAR,
+                )
+            )
+        if self.crop_padding:
+            transforms.append(v2.RandomCrop(self.image_size, padding=self.crop_padding, padding_mode="reflect"))
+        if self.horizontal_flip_prob:
+            transforms.append(v2.RandomHorizontalFlip(self.horizontal_flip_prob))
+        if self.policy is not None:
+            transforms.append(self.policy)
+        # The tensor is made late: the geometric transforms are four times as fast on a small PIL image.
+        transforms.append(v2.PILToTensor())
+        if self.random_erasing_prob:
+            transforms.append(v2.RandomErasing(self.random_erasing_prob, value=GREY))
+        return v2.Compose(transforms)
 
 
 def training_stages(
@@ -112,7 +157,7 @@ def training_stages(
     initial_image_size_fraction: float = 0.0,
     augmentation_off_fraction: float = 0.0,
     **augmentation: Any,
-) -> tuple[list[Callable[[Image.Image], Tensor] | None], Callable[[float], int]]:
+) -> tuple[list[Augmentation | None], Callable[[float], int]]:
     """The augmentation of each stage of training, and which stage it is.
 
     Smaller images at first (Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4), and neither augmentation
@@ -123,7 +168,7 @@ def training_stages(
         initial_image_size: Those of the first stage.
         initial_image_size_fraction: Share of training that the first stage lasts.
         augmentation_off_fraction: Share of training that the last stage lasts.
-        augmentation: As of `build_augmentation`.
+        augmentation: As of `Augmentation`.
 
     Returns:
         The augmentations, `None` for the stage without one; and the number of the stage from the share of training
@@ -140,8 +185,8 @@ def training_stages(
             "initial_image_size_fraction and augmentation_off_fraction must be shares of training, of which 1 is the "
             f"whole; got {first} and {last}."
         )
-    stages = [(first, build_augmentation(initial_image_size or image_size, **augmentation)),
-              (1 - last, build_augmentation(image_size, **augmentation)), (1.0, None)]  # fmt: skip
+    stages = [(first, Augmentation(initial_image_size or image_size, **augmentation)),
+              (1 - last, Augmentation(image_size, **augmentation)), (1.0, None)]  # fmt: skip
     ends = [end for end, _ in stages[:-1]]
     return [augment for _, augment in stages], lambda progress: sum(progress >= end for end in ends)
 
@@ -182,29 +227,49 @@ class Mixing:
             raise UserError(f"label_smoothing_factor must lie in [0, 1), got {label_smoothing}.")
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
-        self.mixers: list[Callable] = []
-        if mixup_alpha:
-            self.mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
-        if cutmix_alpha:
-            self.mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
-        self.mixing_prob = mixing_prob if self.mixers else 0.0
+        self.mixup_alpha = mixup_alpha
+        self.cutmix_alpha = cutmix_alpha
+        self.mixing_prob = mixing_prob if mixup_alpha or cutmix_alpha else 0.0
 
     @property
     def changes_targets(self) -> bool:
         """Whether targets are anything else than class ids."""
         return bool(self.mixing_prob or self.label_smoothing)
 
-    def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the second of two images into the first; random by torch's global generator.
+    def mix(
+        self, images: Tensor, targets: Tensor, other_images: Tensor, other_targets: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
+        """Mix another image and its target into each.
 
-        Shapes: float images (2, C, height, width) and class ids (2,) -> (C, height, width) and probabilities (L,).
+        Shapes: float images (B, C, height, width) and probabilities (B, L), twice -> the same once.
         """
-        mixer = self.mixers[int(torch.randint(len(self.mixers), ()))]
-        images, targets = mixer(images, labels)
-        return images[0], targets[0]
+        height, width = images.shape[-2:]
+        cut = draws.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))
+        quantile = draws.uniform()
+        share = np.where(
+            cut,
+            betaincinv(self.cutmix_alpha or 1.0, self.cutmix_alpha or 1.0, quantile),
+            betaincinv(self.mixup_alpha or 1.0, self.mixup_alpha or 1.0, quantile),
+        )
+        # A rectangle of the other share of the area about a pixel; what of it lies outside the image is cut off.
+        half = np.sqrt(1 - share) / 2
+        (top, bottom), (left, right) = (
+            np.clip(draws.integers(side) + np.array([-1, 1])[:, None] * (half * side).astype(int), 0, side)
+            for side in (height, width)
+        )
+        kept = np.where(cut, 1 - (bottom - top) * (right - left) / (height * width), share)
+        own = to_device(np.where(cut, 1.0, share), images)[:, None, None, None]
+        own = own * ~rectangle_mask(images, top, left, (bottom - top) * cut, right - left)
+        kept_share = to_device(kept, images)[:, None]
+        return (
+            own * images + (1 - own) * other_images,
+            kept_share * targets + (1 - kept_share) * other_targets,
+        )
+
+    def one_hot(self, labels: Tensor) -> Tensor:
+        """Class ids (B,) as probabilities (B, L)."""
+        return F.one_hot(labels, self.num_classes).float()
 
     def smooth(self, targets: Tensor) -> Tensor:
-        """Class ids (B,) or probabilities (B, L) as smoothed probabilities (B, L)."""
-        if not targets.is_floating_point():
-            targets = F.one_hot(targets, self.num_classes).float()
+        """Probabilities (B, L), smoothed."""
         return targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes

@@ -25,16 +25,18 @@ from PIL import Image
 from pyarrow import types
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from transformers import ViTImageProcessor
+from torchvision.transforms.v2.functional import pil_to_tensor
+from transformers import ViTImageProcessor, default_data_collator
 from transformers.image_utils import load_image
 
-from .augmentation import Mixing
+from .augmentation import Augmentation, Mixing
+from .batch_transforms import Draws
 from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Decoded images are kept up to this many bytes per split: all of CIFAR-10, none of ImageNet to speak of.
-DECODED_BYTES_KEPT = 512 * 2**20
+# Decoded images are kept up to this many bytes per split: Tiny ImageNet (1.2 GB), but not ImageNet.
+DECODED_BYTES_KEPT = 2 * 2**30
 CORRUPT_POLICIES = ("raise", "skip")
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
@@ -213,18 +215,18 @@ class EpochSampler(torch.utils.data.Sampler):
 
 
 class ImageClassificationDataset(torch.utils.data.Dataset):
-    """Rows of a dataset as `pixel_values` (C, height, width) and `labels`, ready for the Trainer's default collator.
+    """Rows of a dataset in batches of `pixel_values` (B, C, height, width) and `labels`; for `collate`.
 
-    With `stages`, images are augmented and mixed, each from a random state that depends on nothing but (seed, epoch,
-    row): not on the order, the batch, the number of worker processes, or what was drawn before. The partner that an
-    image is mixed with is any other image of the split, as it is augmented in the same epoch.
+    With `stages`, images are augmented and mixed, each by draws that depend on nothing but (seed, epoch, row): not on
+    the order, the batch, the number of worker processes, or what was drawn before. The partner that an image is mixed
+    with is any other image of the split, as it is augmented in the same epoch.
 
     Args:
         rows: A split of `load_splits`.
         image_processor: Rescales and normalises; without augmentation it also resizes. It is saved with the model, so
             that a pipeline sees what the model was evaluated on.
-        stages: The augmentation of each stage of training, an RGB image to a uint8 tensor (C, height, width), random
-            by torch's global generator; `None` for a stage without augmentation and mixing. For evaluation, nothing.
+        stages: The augmentation of each stage of training; `None` for a stage without augmentation and mixing. For
+            evaluation, nothing.
         mixing: Makes the targets of training; in stages without augmentation it smooths only.
         seed: Seed of augmentation and mixing.
     """
@@ -233,7 +235,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self,
         rows: Dataset,
         image_processor: ViTImageProcessor,
-        stages: Sequence[Callable[[Image.Image], Tensor] | None] = (None,),
+        stages: Sequence[Augmentation | None] = (None,),
         mixing: Mixing | None = None,
         seed: int = 0,
     ):
@@ -242,83 +244,126 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self.stages = stages
         self.mixing = mixing
         self.seed = seed
-        self._decoded: dict[int, Image.Image] = {}
-        self._decoded_bytes = 0
+        self._images: Tensor | None = None  # all of them, where they are kept
+        self._labels: Tensor | None = None
+        self._tried_to_keep = False
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, key: int | Sample) -> dict[str, Any]:
-        return self.__getitems__([key])[0]
+    def keep_on(self, device: torch.device) -> bool:
+        """Decode all images once and keep them on a device, to be augmented there in whole batches, if they fit.
 
-    def __getitems__(self, keys: Sequence[int | Sample]) -> list[dict[str, Any]]:
+        They fit where they are of one size, and take up no more than `DECODED_BYTES_KEPT`.
+
+        Returns:
+            Whether they are kept.
+
+        Raises:
+            UserError: An image cannot be decoded.
+        """
+        if not self._tried_to_keep:
+            self._tried_to_keep = True
+            obstacle = self._decode_all(device)
+            if any(stage is not None for stage in self.stages):  # one line for the training images is enough
+                logger.info(
+                    "Training images are %s",
+                    f"decoded and augmented one at a time: {obstacle}."
+                    if self._images is None
+                    else f"kept on {device} and augmented there in batches ({self._images.nbytes / 1e6:.3g} MB).",
+                )
+        return self._images is not None
+
+    def _decode_all(self, device: torch.device) -> str:
+        """Fill `_images` and return nothing, or say what stands in the way."""
+        images: Tensor | None = None
+        for start in range(0, len(self), 1000):
+            indices = list(range(start, min(start + 1000, len(self))))
+            for index, row in zip(indices, self.rows[indices]["image"], strict=True):
+                pixels = pil_to_tensor(decode_image(row, name=f"image {index}"))
+                if images is None:
+                    if len(self) * pixels.nbytes > DECODED_BYTES_KEPT:
+                        return f"together they would take {len(self) * pixels.nbytes / 1e9:.3g} GB"
+                    images = pixels.new_empty((len(self), *pixels.shape))
+                if pixels.shape != images.shape[1:]:
+                    return "they are not all of one size"
+                images[index] = pixels
+        if images is not None:
+            self._images = images.to(device)
+            self._labels = torch.tensor(self.rows["label"][:], device=device)
+        return ""
+
+    def __getitem__(self, key: int | Sample) -> dict[str, Tensor]:
+        return {name: batch[0] for name, batch in self.__getitems__([key]).items()}
+
+    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch at once, which the data loader asks for where it can."""
         if get_worker_info() is not None:
             _end_by_the_main_process_alone()
         samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         augment = self.stages[samples[0].stage]
-        with _restored_rng_state():
-            # Whom to mix with is drawn first, so that a partner that is wanted twice is made only once.
-            partners = self._partners(samples) if augment is not None else {}
-            wanted = dict.fromkeys([*samples, *partners.values()])
-            rows = {sample: row for sample, row in zip(wanted, self._prepare(list(wanted), augment), strict=True)}
-            batch = []
-            for sample in samples:
-                pixel_values, label = rows[sample]
-                if sample in partners:
-                    partner_values, partner_label = rows[partners[sample]]
-                    self._seed(sample, 2)
-                    assert self.mixing is not None
-                    pixel_values, label = self.mixing.mix(
-                        torch.stack((pixel_values, partner_values)), torch.stack((label, partner_label))
-                    )
-                batch.append({"pixel_values": pixel_values, "labels": label})
-        if self.mixing is not None and self.mixing.changes_targets:
-            for row in batch:
-                row["labels"] = self.mixing.smooth(row["labels"][None])[0]
-        return batch
+        partners = self._partners(samples) if augment is not None else {}
+        wanted = list(dict.fromkeys([*samples, *partners.values()]))  # none is prepared twice
+        pixel_values, labels = self._prepare(wanted, augment)
+        place = {sample: number for number, sample in enumerate(wanted)}
+        own = torch.tensor([place[sample] for sample in samples])
+        if self.mixing is None or not self.mixing.changes_targets:
+            return {"pixel_values": pixel_values[own], "labels": labels[own]}
+        targets = self.mixing.one_hot(labels)
+        if partners:
+            first, second = torch.tensor([[place[sample], place[other]] for sample, other in partners.items()]).T
+            mixed_values, mixed_targets = self.mixing.mix(
+                pixel_values[first], targets[first], pixel_values[second], targets[second],
+                self._draws(list(partners), "mixing"),
+            )  # fmt: skip
+            pixel_values[first], targets[first] = mixed_values, mixed_targets
+        return {"pixel_values": pixel_values[own], "labels": self.mixing.smooth(targets[own])}
 
-    def _prepare(
-        self, samples: list[Sample], augment: Callable[[Image.Image], Tensor] | None
-    ) -> list[tuple[Tensor, Tensor]]:
-        images, labels = self._read([sample.row for sample in samples])
-        if augment is not None:
-            for place, sample in enumerate(samples):
-                self._seed(sample, 0)
-                images[place] = augment(images[place])
-        pixel_values = self.image_processor(images, do_resize=augment is None, return_tensors="pt")["pixel_values"]
-        return list(zip(pixel_values, torch.tensor(labels), strict=True))
+    def _prepare(self, samples: list[Sample], augment: Augmentation | None) -> tuple[Tensor, Tensor]:
+        images: Any
+        rows = [sample.row for sample in samples]
+        if self._images is not None:
+            assert self._labels is not None
+            places = torch.tensor(rows).to(self._images.device, non_blocking=True)
+            images, labels = self._images[places], self._labels[places]
+            if augment is not None:
+                images = augment.batch(images, self._draws(samples, "augmentation"))
+        else:
+            images, label_list = self._read(rows)
+            labels = torch.tensor(label_list)
+            if augment is not None:
+                with _restored_rng_state():
+                    for place, seed in enumerate(self._draws(samples, "augmentation").integers(2**53)):
+                        torch.default_generator.manual_seed(int(seed))
+                        images[place] = augment(images[place])
+        batch = self.image_processor(list(images), do_resize=augment is None, return_tensors="pt")
+        return batch["pixel_values"], labels
 
     def _partners(self, samples: list[Sample]) -> dict[Sample, Sample]:
         """For each sample that is mixed, the sample that it is mixed with."""
         if self.mixing is None or not self.mixing.mixing_prob or len(self) < 2:
             return {}
-        partners = {}
-        for sample in samples:
-            self._seed(sample, 1)
-            if torch.rand(()) < self.mixing.mixing_prob:
-                other = int(torch.randint(len(self) - 1, ()))
-                partners[sample] = sample._replace(row=other + (other >= sample.row))
-        return partners
+        draws = self._draws(samples, "partner")
+        mixed, others = draws.uniform() < self.mixing.mixing_prob, draws.integers(len(self) - 1)
+        return {
+            sample: sample._replace(row=int(other) + (other >= sample.row))
+            for sample, chosen, other in zip(samples, mixed, others, strict=True)
+            if chosen
+        }
 
-    def _seed(self, sample: Sample, purpose: int) -> None:
-        key = [self.seed, sample.epoch, sample.row, purpose]
-        torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+    def _draws(self, samples: list[Sample], purpose: str) -> Draws:
+        number = ("augmentation", "partner", "mixing").index(purpose)
+        return Draws([(self.seed, sample.epoch, sample.row, number) for sample in samples])
 
     def _read(self, indices: list[int]) -> tuple[list[Any], list[int]]:
         rows = self.rows[indices]
-        images = []
-        for index, row in zip(indices, rows["image"], strict=True):
-            image = self._decoded.get(index)
-            if image is None:
-                image = decode_image(row, name=f"image {index}")
-                size = image.width * image.height * len(image.getbands())
-                # Not in worker processes: each would keep its own.
-                if self._decoded_bytes + size <= DECODED_BYTES_KEPT and get_worker_info() is None:
-                    self._decoded[index] = image
-                    self._decoded_bytes += size
-            images.append(image)
+        images = [decode_image(row, name=f"image {index}") for index, row in zip(indices, rows["image"], strict=True)]
         return images, rows["label"]
+
+
+def collate(batch: Any) -> Any:
+    """For data loaders: a batch of `ImageClassificationDataset` as it is, else what the Trainer makes of rows."""
+    return batch if isinstance(batch, dict) else default_data_collator(batch)
 
 
 @functools.cache  # once in each worker process

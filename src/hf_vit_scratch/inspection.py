@@ -93,8 +93,7 @@ def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
     dataset: Any = trainer.train_dataset
     rows = np.random.default_rng(1).permutation(len(dataset))[:size]
     batch = dataset.__getitems__([Sample(0, stage, int(row)) for row in rows])
-    labels = torch.stack([torch.as_tensor(row["labels"]) for row in batch])
-    return torch.stack([row["pixel_values"] for row in batch]), labels
+    return batch["pixel_values"], batch["labels"]
 
 
 def _unused_parameters(trainer: ViTTrainer) -> list[str]:
@@ -169,7 +168,7 @@ def _sheet(trainer: ViTTrainer, names: list[str]) -> Image.Image:
     for axes in figure.subplots(4, 8).flat:
         axes.axis("off")
     for axes, pixels, label in zip(figure.axes, pixel_values, labels, strict=False):
-        axes.imshow((pixels * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+        axes.imshow((pixels.cpu() * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
         best = int(label.argmax()) if label.is_floating_point() else int(label)
         share = f" {label.max():.0%}" if label.is_floating_point() else ""
         axes.set_title(f"{names[best]}{share}", fontsize=8)

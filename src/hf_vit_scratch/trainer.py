@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.training_args import OptimizerNames
 
 from .arguments import STAGING, ViTTrainingArguments
-from .data import EpochSampler, ImageClassificationDataset
+from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 
@@ -64,7 +64,7 @@ class ViTTrainer(Trainer):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **({"data_collator": collate} | kwargs))
         self.add_callback(_Hooks(self))
         self.stage = stage
         self.sampler: EpochSampler | None = None
@@ -154,6 +154,14 @@ class ViTTrainer(Trainer):
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Where the user has asked for worker processes, they prepare the images.
+        if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
+            device = self.args.device
+            if dataset.keep_on(device) and device.type != "cpu":
+                self.args.dataloader_pin_memory = False  # it refuses what is on the device already
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
