@@ -102,9 +102,10 @@ def test_affine_maps_are_those_of_torchvision(images):
     moved = random_affine(images, Chosen(*shares), degrees=30, translation=0.2, scaling=0.3)
 
     for image, result, (angle, across, down, scale) in zip(images, moved, np.stack(shares, 1).tolist(), strict=True):
-        expected = TF.affine(  # of a PIL image: it fades nothing at the border
-            TF.to_pil_image(image), angle=60 * angle - 30, translate=[round((0.4 * across - 0.2) * 40), round((0.4 * down - 0.2) * 32)],
-            scale=0.7 + 0.6 * scale, shear=[0.0, 0.0], interpolation=v2.InterpolationMode.BILINEAR,
+        shift = [round((0.4 * across - 0.2) * 40), round((0.4 * down - 0.2) * 32)]
+        expected = TF.affine(
+            TF.to_pil_image(image),  # not of a tensor, which fades at the border
+            60 * angle - 30, shift, 0.7 + 0.6 * scale, [0.0, 0.0], v2.InterpolationMode.BILINEAR,
         )  # fmt: skip
         assert (result.int() - TF.pil_to_tensor(expected).int()).abs().max() <= 1
 
