@@ -26,6 +26,7 @@ from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
 from hf_vit_scratch.figures import plot_curves
 from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, detailed_report, summarise_logits
+from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
@@ -47,8 +48,12 @@ def main(argv: list[str]) -> dict[str, Any]:
         set_seed(training_args.seed)  # before the model exists: its first weights are part of the run
 
     # 2. Data
-    splits = load_splits(**vars(data_args), seed=training_args.seed)
-    label_names = splits["train"].features["label"].names
+    seed = training_args.seed
+    if data_args.streaming:
+        train_rows, splits = stream_splits(**data_args.for_streaming(training_args), seed=seed)
+    else:
+        splits = load_splits(**data_args.for_loading(), seed=seed)
+    label_names = splits["validation"].features["label"].names
     for name, rows in splits.items():
         if len(rows) < training_args.world_size:
             raise UserError(
@@ -68,12 +73,23 @@ def main(argv: list[str]) -> dict[str, Any]:
         model = ViTScratchForImageClassification(config)
 
     # 4. Trainer
-    data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+    data_seed = seed if training_args.data_seed is None else training_args.data_seed
+    train_dataset: ImageClassificationDataset | ImageClassificationStream
+    if data_args.streaming:
+        steps, batches_per_step = training_args.max_steps, training_args.gradient_accumulation_steps
+        train_dataset = ImageClassificationStream(
+            train_rows, image_processor, stages, mixing, data_seed,
+            batch_size=training_args.per_device_train_batch_size,
+            stage_of_batch=[stage(step / steps) for step in range(steps) for _ in range(batches_per_step)],
+            process=(training_args.process_index, training_args.world_size),
+        )  # fmt: skip
+    else:
+        train_dataset = ImageClassificationDataset(splits["train"], image_processor, stages, mixing, data_seed)
     with blame_the_user():
         trainer = ViTTrainer(
             model=model,
             args=training_args,
-            train_dataset=ImageClassificationDataset(splits["train"], image_processor, stages, mixing, data_seed),
+            train_dataset=train_dataset,
             eval_dataset=ImageClassificationDataset(splits["validation"], image_processor),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=compute_metrics,
@@ -88,6 +104,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         training_args.device,
     )
 
+    if training_args.data_report:
+        return {"bound": inspection.data_report(trainer)}
     if training_args.check:
         return {"check": inspection.check(trainer, splits, Path(training_args.output_dir))}
 

@@ -59,9 +59,10 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """The arguments of `hf_vit_scratch.data.load_splits`."""
+    """Where the images come from."""
 
     data: str = _flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
+    streaming: bool = _flag(False, "Read training images while training; for data too large to download.")
     data_config: str | None = _flag(None, "Configuration of a dataset on the Hub that has several.")
     image_column: str | None = _flag(None, "Column of the images; found by its type.")
     label_column: str | None = _flag(None, "Column of the labels; found by its type or name.")
@@ -73,6 +74,28 @@ class DataArguments:
     corrupt_images: str = _flag(
         "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
     )
+
+    def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
+        """The arguments of `hf_vit_scratch.streaming.stream_splits`.
+
+        Raises:
+            UserError: Something that was asked for needs all of the data.
+        """
+        for asked, flag in (
+            (self.corrupt_images == "skip", "--corrupt_images skip"),
+            (training_args.check, "--check"),
+            (training_args.max_train_minutes is not None, "--max_train_minutes"),
+        ):
+            if asked:
+                raise UserError(f"{flag} does not go together with --streaming. Leave one of them out.")
+        if training_args.max_steps <= 0:
+            raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
+        cutting = ("streaming", "validation_fraction", "test_fraction", "corrupt_images")
+        return {name: value for name, value in vars(self).items() if name not in cutting}
+
+    def for_loading(self) -> dict[str, Any]:
+        """The arguments of `hf_vit_scratch.data.load_splits`."""
+        return {name: value for name, value in vars(self).items() if name != "streaming"}
 
 
 @dataclass
@@ -123,6 +146,7 @@ class ViTTrainingArguments(TrainingArguments):
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
     # Ours.
     check: bool = _flag(False, "Look at the data and try the model for a minute instead of training.")
+    data_report: bool = _flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
     layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")

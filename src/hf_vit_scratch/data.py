@@ -87,7 +87,7 @@ def load_splits(
             raise UserError(f"{name} must lie between 0 and 1, got {fraction}.")
     if corrupt_images not in CORRUPT_POLICIES:
         raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
-    source = _load_source(data, data_config, check_files=corrupt_images == "raise")
+    source = load_source(data, data_config, check_files=corrupt_images == "raise")
     if train_split not in source:
         raise UserError(
             f"{data}: there is no split {train_split!r}, only {sorted(source)}. Choose with --train_split."
@@ -214,6 +214,76 @@ class EpochSampler(torch.utils.data.Sampler):
             yield Sample(epoch, stage, row)
 
 
+class Preparation:
+    """From decoded images to a batch for the model: augmented, normalised, mixed.
+
+    All draws depend on nothing but the seed and an image's key.
+
+    Args:
+        image_processor: Rescales and normalises; without augmentation it also resizes.
+        mixing: Makes the targets of training.
+        seed: Seed of augmentation and mixing.
+    """
+
+    def __init__(self, image_processor: ViTImageProcessor, mixing: Mixing | None = None, seed: int = 0):
+        self.image_processor = image_processor
+        self.mixing = mixing
+        self.seed = seed
+
+    @property
+    def mixing_prob(self) -> float:
+        """Probability that an image is mixed with another."""
+        return 0.0 if self.mixing is None else self.mixing.mixing_prob
+
+    def draws(self, keys: Sequence[tuple[int, int]], purpose: str) -> Draws:
+        """Draws for images by their keys: the epoch, and what tells an image from the others."""
+        number = ("augmentation", "partner", "mixing").index(purpose)
+        return Draws([(self.seed, *key, number) for key in keys])
+
+    def __call__(
+        self,
+        images: list[Image.Image] | Tensor,
+        labels: Tensor,
+        keys: Sequence[tuple[int, int]],
+        augment: Augmentation | None,
+        pairs: Sequence[tuple[int, int]] = (),
+    ) -> dict[str, Tensor]:
+        """Prepare a batch.
+
+        Args:
+            images: N of any sizes, or uint8 (N, 3, height, width) on any device.
+            labels: Class ids (N,).
+            keys: Of each image.
+            augment: `None` for nothing random.
+            pairs: Of each image that is mixed, its place and that of its partner.
+
+        Returns:
+            `pixel_values` (N, 3, height, width), and `labels`: class ids (N,) or probabilities (N, L).
+        """
+        tensors: Any = images
+        if augment is not None and isinstance(images, Tensor):
+            tensors = augment.batch(images, self.draws(keys, "augmentation"))
+        elif augment is not None:
+            with _restored_rng_state():
+                tensors = []
+                for image, seed in zip(images, self.draws(keys, "augmentation").integers(2**53), strict=True):
+                    torch.default_generator.manual_seed(int(seed))
+                    tensors.append(augment(image))
+        pixel_values = self.image_processor(list(tensors), do_resize=augment is None, return_tensors="pt")[
+            "pixel_values"
+        ]
+        if self.mixing is None or not self.mixing.changes_targets:
+            return {"pixel_values": pixel_values, "labels": labels}
+        targets = self.mixing.one_hot(labels)
+        if pairs:
+            first, second = torch.tensor(pairs).T
+            pixel_values[first], targets[first] = self.mixing.mix(
+                pixel_values[first], targets[first], pixel_values[second], targets[second],
+                self.draws([keys[place] for place, _ in pairs], "mixing"),
+            )  # fmt: skip
+        return {"pixel_values": pixel_values, "labels": self.mixing.smooth(targets)}
+
+
 class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset in batches of `pixel_values` (B, C, height, width) and `labels`; for `collate`.
 
@@ -242,8 +312,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.image_processor = image_processor
         self.stages = stages
-        self.mixing = mixing
-        self.seed = seed
+        self._preparation = Preparation(image_processor, mixing, seed)
         self._images: Tensor | None = None  # all of them, where they are kept
         self._labels: Tensor | None = None
         self._tried_to_keep = False
@@ -299,66 +368,38 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch at once, which the data loader asks for where it can."""
         if get_worker_info() is not None:
-            _end_by_the_main_process_alone()
+            end_by_the_main_process_alone()
         samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         augment = self.stages[samples[0].stage]
         partners = self._partners(samples) if augment is not None else {}
         wanted = list(dict.fromkeys([*samples, *partners.values()]))  # none is prepared twice
-        pixel_values, labels = self._prepare(wanted, augment)
         place = {sample: number for number, sample in enumerate(wanted)}
+        images, labels = self._read([sample.row for sample in wanted])
+        pairs = [(place[sample], place[other]) for sample, other in partners.items()]
+        batch = self._preparation(images, labels, [(sample.epoch, sample.row) for sample in wanted], augment, pairs)
         own = torch.tensor([place[sample] for sample in samples])
-        if self.mixing is None or not self.mixing.changes_targets:
-            return {"pixel_values": pixel_values[own], "labels": labels[own]}
-        targets = self.mixing.one_hot(labels)
-        if partners:
-            first, second = torch.tensor([[place[sample], place[other]] for sample, other in partners.items()]).T
-            mixed_values, mixed_targets = self.mixing.mix(
-                pixel_values[first], targets[first], pixel_values[second], targets[second],
-                self._draws(list(partners), "mixing"),
-            )  # fmt: skip
-            pixel_values[first], targets[first] = mixed_values, mixed_targets
-        return {"pixel_values": pixel_values[own], "labels": self.mixing.smooth(targets[own])}
-
-    def _prepare(self, samples: list[Sample], augment: Augmentation | None) -> tuple[Tensor, Tensor]:
-        images: Any
-        rows = [sample.row for sample in samples]
-        if self._images is not None:
-            assert self._labels is not None
-            places = torch.tensor(rows).to(self._images.device, non_blocking=True)
-            images, labels = self._images[places], self._labels[places]
-            if augment is not None:
-                images = augment.batch(images, self._draws(samples, "augmentation"))
-        else:
-            images, label_list = self._read(rows)
-            labels = torch.tensor(label_list)
-            if augment is not None:
-                with _restored_rng_state():
-                    for place, seed in enumerate(self._draws(samples, "augmentation").integers(2**53)):
-                        torch.default_generator.manual_seed(int(seed))
-                        images[place] = augment(images[place])
-        batch = self.image_processor(list(images), do_resize=augment is None, return_tensors="pt")
-        return batch["pixel_values"], labels
+        return {name: tensor[own] for name, tensor in batch.items()}
 
     def _partners(self, samples: list[Sample]) -> dict[Sample, Sample]:
         """For each sample that is mixed, the sample that it is mixed with."""
-        if self.mixing is None or not self.mixing.mixing_prob or len(self) < 2:
+        if not self._preparation.mixing_prob or len(self) < 2:
             return {}
-        draws = self._draws(samples, "partner")
-        mixed, others = draws.uniform() < self.mixing.mixing_prob, draws.integers(len(self) - 1)
+        draws = self._preparation.draws([(sample.epoch, sample.row) for sample in samples], "partner")
+        mixed, others = draws.uniform() < self._preparation.mixing_prob, draws.integers(len(self) - 1)
         return {
             sample: sample._replace(row=int(other) + (other >= sample.row))
             for sample, chosen, other in zip(samples, mixed, others, strict=True)
             if chosen
         }
 
-    def _draws(self, samples: list[Sample], purpose: str) -> Draws:
-        number = ("augmentation", "partner", "mixing").index(purpose)
-        return Draws([(self.seed, sample.epoch, sample.row, number) for sample in samples])
-
-    def _read(self, indices: list[int]) -> tuple[list[Any], list[int]]:
+    def _read(self, indices: list[int]) -> tuple[list[Image.Image] | Tensor, Tensor]:
+        if self._images is not None:
+            assert self._labels is not None
+            places = torch.tensor(indices).to(self._images.device, non_blocking=True)
+            return self._images[places], self._labels[places]
         rows = self.rows[indices]
         images = [decode_image(row, name=f"image {index}") for index, row in zip(indices, rows["image"], strict=True)]
-        return images, rows["label"]
+        return images, torch.tensor(rows["label"])
 
 
 def collate(batch: Any) -> Any:
@@ -367,7 +408,7 @@ def collate(batch: Any) -> Any:
 
 
 @functools.cache  # once in each worker process
-def _end_by_the_main_process_alone() -> None:
+def end_by_the_main_process_alone() -> None:
     """Let a worker process heed SIGTERM only from its main process.
 
     Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end; yet
@@ -425,11 +466,19 @@ def _without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     return rows.select(good)
 
 
-def _load_source(data: str, data_config: str | None, check_files: bool = True) -> DatasetDict:
+def load_source(data: str, data_config: str | None, check_files: bool = True, streaming: bool = False) -> Any:
+    """All splits of a source as it is, a `DatasetDict`, or to be streamed an `IterableDatasetDict`.
+
+    Raises:
+        UserError: The data cannot be loaded.
+    """
+    path = Path(data).expanduser()
+    local = data == "digits" or (path.is_dir() and not any(path.rglob("*.parquet")))
+    if local and streaming:
+        raise UserError(f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out.")
     if data == "digits":
         return load_digits()
-    path = Path(data).expanduser()
-    if path.is_dir() and not any(path.rglob("*.parquet")):
+    if local:
         return _load_class_folders(path, check_files)
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
@@ -437,8 +486,8 @@ def _load_source(data: str, data_config: str | None, check_files: bool = True) -
         )
     try:
         if path.is_file():
-            return load_dataset("parquet", data_files=str(path))
-        return load_dataset(str(path) if path.is_dir() else data, data_config)
+            return load_dataset("parquet", data_files=str(path), streaming=streaming)
+        return load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
@@ -515,11 +564,12 @@ def _unreadable(name: str, error: Exception) -> UserError:
     return UserError(f"{name} cannot be decoded as an image ({reason}). Delete or replace it.")
 
 
-def _rename_columns(
-    data: str, source: DatasetDict, image_column: str | None, label_column: str | None, train_split: str
-) -> DatasetDict:
-    """Find the columns of the images and labels, and reduce the source to these two, named `image` and `label`."""
-    features = source[train_split].features
+def find_columns(data: str, features: Features, image_column: str | None, label_column: str | None) -> tuple[str, str]:
+    """The columns of the images and of the labels, where not named the only ones of their type.
+
+    Raises:
+        UserError: There are none, or several.
+    """
     for flag, column in (("--image_column", image_column), ("--label_column", label_column)):
         if column is not None and column not in features:
             raise UserError(f"{data}: there is no column {column!r}, only {sorted(features)}. Choose with {flag}.")
@@ -544,7 +594,14 @@ def _rename_columns(
                 "--label_column."
             )
         label_column = labels[0]
+    return image_column, label_column
 
+
+def _rename_columns(
+    data: str, source: DatasetDict, image_column: str | None, label_column: str | None, train_split: str
+) -> DatasetDict:
+    """Find the columns of the images and labels, and reduce the source to these two, named `image` and `label`."""
+    image_column, label_column = find_columns(data, source[train_split].features, image_column, label_column)
     source = source.select_columns([image_column, label_column])
     source = source.rename_columns({image_column: "image", label_column: "label"})
     feature = source[train_split].features["label"]
@@ -573,6 +630,12 @@ def _rename_columns(
 
 def _has_unlabelled(rows: Dataset) -> bool:
     return any(label is None or label < 0 for label in rows["label"])
+
+
+def split_in_half(data: str, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
+    """Two halves, with the same share of every class."""
+    counts = np.bincount(rows["label"], minlength=rows.features["label"].num_classes)
+    return _cut(data, rows, np.rint(counts / 2).astype(int), seed)
 
 
 def _cut(data: str, train: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:

@@ -39,7 +39,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     problems = [*_classes(splits), *_images(splits["train"], trainer)]
     problems += _unused_parameters(trainer)
     problems += _overfit(trainer)
-    _speed(trainer)
+    data_report(trainer)
     output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / "samples.png"
     _sheet(trainer, splits["train"].features["label"].names).save(path)
@@ -127,22 +127,30 @@ def _overfit(trainer: ViTTrainer) -> list[str]:
     return []
 
 
-def _speed(trainer: ViTTrainer) -> None:
-    size = trainer.args.per_device_train_batch_size
+def data_report(trainer: ViTTrainer) -> str:
+    """Measure loading alone and the model alone, and print which of the two bounds the speed of training.
+
+    Returns:
+        `"loading"` or `"computing"`.
+    """
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
     loading = _images_per_second(lambda: len(next(loader)["labels"]))
-    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, size, stage=1))
+    batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
+    trainer.model.train()
 
     def compute() -> int:
         with trainer.compute_loss_context_manager():
-            loss = trainer.model(pixel_values, labels=labels).loss
+            loss = trainer.model(**batch).loss
         loss.backward()
         trainer.model.zero_grad()
-        return len(labels) if loss.item() == loss.item() else 0  # reading it waits for the device
+        return len(batch["labels"]) if loss.item() == loss.item() else 0  # reading it waits for the device
 
     computing = _images_per_second(compute)
-    bound = "computing" if computing < loading else "loading (more --dataloader_num_workers, or fewer augmentations)"
+    bound = "computing" if computing < loading else "loading"
     print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
+    if bound == "loading":
+        print("           More --dataloader_num_workers or fewer augmentations would help.")
+    return bound
 
 
 def _images_per_second(step: Any) -> float:

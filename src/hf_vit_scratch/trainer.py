@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.training_args import OptimizerNames
 
@@ -24,6 +25,7 @@ from .arguments import STAGING, ViTTrainingArguments
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
+from .streaming import ImageClassificationStream
 
 # Beside the Trainer's own files in a checkpoint.
 TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
@@ -106,6 +108,9 @@ class ViTTrainer(Trainer):
             self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
         if isinstance(resume_from_checkpoint, str):
             self._load_progress(Path(resume_from_checkpoint))
+            if isinstance(self.train_dataset, ImageClassificationStream):
+                state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+                self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
         with self._stopping_at_sigterm():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         # A best model that was loaded is an averaged one already.
@@ -156,6 +161,11 @@ class ViTTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dataset, ImageClassificationStream):
+            # It makes batches, for this process alone; accelerate would share them out once more.
+            names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+            options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+            return DataLoader(dataset, batch_size=None, **options)
         # Where the user has asked for worker processes, they prepare the images.
         if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
             device = self.args.device
