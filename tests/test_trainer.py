@@ -319,21 +319,19 @@ def test_best_average_is_reloaded(tmp_path):
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, logging_steps=1000)
     after_step = trainer.after_step
 
     def spoil(control):
         after_step(control)
-        if trainer.state.global_step == 3:
+        if trainer.state.global_step == 4:
             trainer.model.classifier.bias.data[0] = float("nan")
 
     trainer.after_step = spoil
-    with pytest.raises(
-        UserError, match=r"The loss is nan since some step from 4 to 4\. .*checkpoint-2\. The likely cause"
-    ):
+    with pytest.raises(UserError, match=r"The loss is nan since step 5\. .*checkpoint-3\. The likely cause"):
         trainer.train()
 
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "last" / "model.safetensors").values())
 
 

@@ -79,6 +79,7 @@ class ViTTrainer(Trainer):
         self._seconds_before = 0.0  # of training, in the runs that this one resumes
         self._start_time = 0.0
         self._progress = 0.0
+        self._first_bad_step = torch.tensor(torch.inf)
         self._staging = False
         if self.is_fsdp_enabled:
             # At every step, of the patch embedding, whose output we do not change in place.
@@ -102,6 +103,7 @@ class ViTTrainer(Trainer):
         self._logged_time = None
         self._start_time = time.perf_counter()
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
+        self._first_bad_step = torch.tensor(torch.inf)
         if self.args.should_save:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
@@ -212,11 +214,14 @@ class ViTTrainer(Trainer):
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """One forward and backward pass; the first one starts the clock of the throughput."""
+        """One forward and backward pass; remember the first step whose loss is not finite, without waiting for it."""
         if self._logged_time is None:
             self._images, self._logged_time = 0, time.perf_counter()
         self._images += len(inputs["pixel_values"])
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        step = torch.where(torch.isfinite(loss), torch.inf, self.state.global_step + 1)
+        self._first_bad_step = torch.minimum(step, self._first_bad_step.to(step.device))
+        return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Nothing: the stock estimate is made for text, and walks the whole model at every step."""
@@ -266,8 +271,7 @@ class ViTTrainer(Trainer):
             last = Path(self.args.output_dir) / "last"
             good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
             raise UserError(
-                f"The loss is {tr_loss.item()} since some step from {self._globalstep_last_logged + 1} to "
-                f"{self.state.global_step}. {good}. The likely cause is a learning rate that is too high "
+                f"The loss is {tr_loss.item()} since step {int(self._first_bad_step)}. {good}. The likely cause is a learning rate that is too high "
                 f"({self._get_learning_rate():.3g} at this step), too short a warm-up, or 16-bit precision: try a "
                 "lower --learning_rate, a longer --warmup_steps, --qk_norm true, or --max_grad_norm 1."
             )
