@@ -272,8 +272,9 @@ class ViTTrainer(Trainer):
             good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
             raise UserError(
                 f"The loss is {tr_loss.item()} since step {int(self._first_bad_step)}. {good}. The likely cause is a "
-                f"learning rate that is too high ({self._get_learning_rate():.3g} now), too short a warm-up, or 16-bit "
-                "precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or --max_grad_norm 1."
+                f"learning rate that is too high (now {self._get_learning_rate():.3g}), too short a warm-up, or "
+                "16-bit precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower "
+                "--max_grad_norm."
             )
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
