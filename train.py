@@ -19,8 +19,8 @@ from typing import Any
 from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from hf_vit_scratch import ViTScratchForImageClassification, inspection
-from hf_vit_scratch.arguments import model_config, parse_recipe, resolve_checkpoint, stage_arguments
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, inspection
+from hf_vit_scratch.arguments import ModelArguments, model_config, parse_recipe, resolve_checkpoint, stage_arguments
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
@@ -61,16 +61,18 @@ def main(argv: list[str]) -> dict[str, Any]:
             )
 
     # 3. Model
-    config = model_config(model_args, label_names)
-    image_processor = ViTImageProcessor(
-        size=dict(zip(("height", "width"), config.image_height_width, strict=True)), do_convert_rgb=True
-    )
+    config, start = model_config(model_args, label_names)
+    size = dict(zip(("height", "width"), config.image_height_width, strict=True))
+    if start is None:
+        image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)
+    else:  # pixels as the saved model knows them
+        image_processor = ViTImageProcessor.from_pretrained(start, size=size)
     stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation_args, config))
     # Our own smoothing: the Trainer's would take the labels from the model, in evaluation too.
     mixing = Mixing(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
     training_args.label_smoothing_factor = 0.0
     with blame_the_user():
-        model = ViTScratchForImageClassification(config)
+        model = ViTScratchForImageClassification(config) if start is None else load_encoder(start, config)
 
     # 4. Trainer
     data_seed = seed if training_args.data_seed is None else training_args.data_seed
@@ -134,6 +136,30 @@ def main(argv: list[str]) -> dict[str, Any]:
         logger.info("The model, its recipe, metrics.json and curves.png are in %s", output_dir)
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
+
+
+def load_encoder(path: str, config: ViTScratchConfig) -> ViTScratchForImageClassification:
+    """A classifier with the weights of a saved model; its head is new where the saved one is missing or another.
+
+    Raises:
+        UserError: The saved model is not one for this configuration.
+    """
+    model: ViTScratchForImageClassification
+    found: dict[str, Any]
+    model, found = ViTScratchForImageClassification.from_pretrained(
+        path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+    )  # type: ignore[misc]
+    mismatched = {entry[0] for entry in found["mismatched_keys"]}
+    wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
+    wrong = {name for name in wrong if not name.startswith(("classifier.", "pre_logits."))}
+    if wrong:
+        saved = ViTScratchConfig.from_pretrained(path)
+        fields = [name for name in vars(ModelArguments()) if getattr(config, name, 0) != getattr(saved, name, 0)]
+        changed = ", ".join(f"{name} {getattr(config, name)} (saved: {getattr(saved, name)})" for name in fields)
+        raise UserError(
+            f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
+        )
+    return model
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 def test_recipe_describes_a_model_and_a_training(recipe):
     (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)], recipe)
 
-    config = model_config(model, [str(label) for label in range(10)])
+    config, _ = model_config(model, [str(label) for label in range(10)])
     training_stages(config.image_height_width, **stage_arguments(augmentation, config))
     Mixing(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
     assert training.output_dir == f"runs/{recipe.stem}"

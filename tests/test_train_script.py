@@ -13,8 +13,9 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
 
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data import load_digits
 from hf_vit_scratch.errors import UserError
 
@@ -134,6 +135,57 @@ def test_folder_of_photographs_trains(class_folders, tmp_path):
     assert labels == {0: "flower", 1: "temple"}
     classify = pipeline("image-classification", model=str(tmp_path / "run"), device="cpu")
     assert {answer["label"] for answer in classify(Image.new("RGB", (64, 48)))} == {"flower", "temple"}
+
+
+START = ["--num_train_epochs", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+
+
+def test_saved_model_can_be_started_from(run, tmp_path):
+    saved, before = run
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    argv = [str(recipe), "--model", str(saved), "--use_cpu", "true", "--disable_tqdm", "true", *START]
+
+    after = train.main([*argv, "--learning_rate", "1e-9", "--output_dir", str(tmp_path / "same")])
+
+    assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
+    assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
+
+
+def test_encoder_without_a_head_can_be_started_from(tmp_path):
+    config = ViTScratchConfig(image_size=8, patch_size=2, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    encoder = ViTScratchForMaskedImageModeling(config)
+    encoder.save_pretrained(tmp_path / "encoder")
+    ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.1] * 3).save_pretrained(tmp_path / "encoder")
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    argv = [str(recipe), "--model", str(tmp_path / "encoder"), "--use_cpu", "true", "--disable_tqdm", "true", *START]
+
+    train.main([*argv, "--image_size", "12", "--learning_rate", "0", "--output_dir", str(tmp_path / "run")])
+
+    tuned = AutoModelForImageClassification.from_pretrained(tmp_path / "run")
+    assert tuned.config.image_size == 12
+    assert tuned.classifier.out_features == 10
+    expected = encoder.vit.layers.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tuned.vit.layers.state_dict().items())
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "run")
+    assert (list(processor.image_mean), processor.size["height"]) == ([0.1] * 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["--hidden_size", "64"], r"does not fit: hidden_size 64 \(saved: 32\)\. Leave that to the saved model"),
+        (["--pooling", "mean"], r"does not fit: pooling mean \(saved: cls\)\. Leave"),
+        (["--patch_size", "5"], r"must be divisible by patch_size"),
+    ],
+)
+def test_flags_that_do_not_fit_a_saved_model_are_named(run, choice, message, tmp_path):
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+
+    with pytest.raises(UserError, match=message):
+        train.main([str(recipe), "--model", str(run[0]), *choice, "--output_dir", str(tmp_path / "x"), *START])
 
 
 def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .augmentation import POLICIES
-from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, ViTScratchConfig
+from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
 from .errors import UserError, blame_the_user
 
 
@@ -29,7 +29,9 @@ class ModelArguments:
     """Fields of `ViTScratchConfig`, and where to start. What is not given keeps the configuration's default."""
 
     model: str | None = _flag(
-        None, "A size and a patch size, such as S/16 (sizes Ti, S, B, L, H); the flags below change single fields."
+        None,
+        "A size and a patch size to start afresh, such as S/16 (sizes Ti, S, B, L, H), or a saved model to start "
+        "from, a folder or a name on the Hub. The flags below change single fields.",
     )
     image_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
     patch_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
@@ -248,21 +250,32 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
     )
 
 
-def model_config(args: ModelArguments, label_names: Sequence[str]) -> ViTScratchConfig:
-    """The configuration that the flags describe, for these classes.
+def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTScratchConfig, str | None]:
+    """The configuration that the flags describe, for these classes, and the saved model to start from, if any.
 
     Raises:
-        UserError: A field is impossible.
+        UserError: A field is impossible, or there is no such model.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
-    variant = given.pop("model", None)
+    model = given.pop("model", None)
     for name in ("image_size", "patch_size"):
         if name in given and len(given[name]) == 1:
             given[name] = given[name][0]
     given["id2label"] = dict(enumerate(label_names))
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
     try:
-        return ViTScratchConfig.from_variant(variant, **given) if variant else ViTScratchConfig(**given)
+        if model is None:
+            return ViTScratchConfig(**given), None
+        if re.fullmatch(rf"({'|'.join(VARIANTS)})/\d+", model):
+            return ViTScratchConfig.from_variant(model, **given), None
+        config = ViTScratchConfig.from_pretrained(model, **given)
+        config.validate()
+        return config, model
+    except OSError as error:
+        raise UserError(
+            f"--model {model} is neither a size such as S/16 (sizes {', '.join(VARIANTS)}, then the patch size), "
+            "nor a folder of a saved model of ours, nor the name of one on the Hub that is within reach."
+        ) from error
     except (ValueError, TypeError) as error:  # already in our own words
         raise UserError(str(error)) from error
 
