@@ -1,4 +1,4 @@
-"""Train a Vision Transformer image classifier from scratch.
+"""Train a Vision Transformer from scratch: an image classifier, or without labels an encoder.
 
     python train.py                                                   the digits of scikit-learn, no network needed
     python train.py recipes/cifar10_cpu.yaml --learning_rate 1e-3     a recipe, and a flag that overrides it
@@ -13,19 +13,35 @@ import logging
 import shlex
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, inspection
-from hf_vit_scratch.arguments import ModelArguments, model_config, parse_recipe, resolve_checkpoint, stage_arguments
+from hf_vit_scratch import (
+    ViTScratchConfig,
+    ViTScratchForImageClassification,
+    ViTScratchForMaskedImageModeling,
+    inspection,
+)
+from hf_vit_scratch.arguments import (
+    ModelArguments,
+    model_config,
+    parse_recipe,
+    refuse_labels,
+    resolve_checkpoint,
+    stage_arguments,
+)
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
 from hf_vit_scratch.figures import plot_curves
+from hf_vit_scratch.masking import MaskedImageDataset, plot_reconstructions
 from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, detailed_report, summarise_logits
+from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
@@ -48,11 +64,13 @@ def main(argv: list[str]) -> dict[str, Any]:
         set_seed(training_args.seed)  # before the model exists: its first weights are part of the run
 
     # 2. Data
-    seed = training_args.seed
+    seed, masked = training_args.seed, training_args.task == "masked-image-modeling"
+    if masked:
+        refuse_labels(args)
     if data_args.streaming:
         train_rows, splits = stream_splits(**data_args.for_streaming(training_args), seed=seed)
     else:
-        splits = load_splits(**data_args.for_loading(), seed=seed)
+        splits = load_splits(**data_args.for_loading(), seed=seed, labelled=not masked)
     label_names = splits["validation"].features["label"].names
     for name, rows in splits.items():
         if len(rows) < training_args.world_size:
@@ -72,10 +90,19 @@ def main(argv: list[str]) -> dict[str, Any]:
     mixing = Mixing(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
     training_args.label_smoothing_factor = 0.0
     with blame_the_user():
-        model = ViTScratchForImageClassification(config) if start is None else load_encoder(start, config)
+        model_class = ViTScratchForMaskedImageModeling if masked else ViTScratchForImageClassification
+        model = model_class(config) if start is None else load_model(model_class, start, config)
 
     # 4. Trainer
     data_seed = seed if training_args.data_seed is None else training_args.data_seed
+    dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
+    if masked:
+        dataset_class = partial(
+            MaskedImageDataset,
+            patch_size=config.patch_height_width,
+            mask_ratio=training_args.mask_ratio,
+            mask_patch_size=training_args.mask_patch_size,
+        )
     train_dataset: ImageClassificationDataset | ImageClassificationStream
     if data_args.streaming:
         steps, batches_per_step = training_args.max_steps, training_args.gradient_accumulation_steps
@@ -86,16 +113,16 @@ def main(argv: list[str]) -> dict[str, Any]:
             process=(training_args.process_index, training_args.world_size),
         )  # fmt: skip
     else:
-        train_dataset = ImageClassificationDataset(splits["train"], image_processor, stages, mixing, data_seed)
+        train_dataset = dataset_class(splits["train"], image_processor, stages, mixing, data_seed)
     with blame_the_user():
         trainer = ViTTrainer(
             model=model,
             args=training_args,
             train_dataset=train_dataset,
-            eval_dataset=ImageClassificationDataset(splits["validation"], image_processor),
+            eval_dataset=dataset_class(splits["validation"], image_processor),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=summarise_logits,
+            compute_metrics=None if masked else compute_metrics,
+            preprocess_logits_for_metrics=None if masked else summarise_logits,
             stage=stage,
         )
     logger.info(
@@ -125,12 +152,17 @@ def main(argv: list[str]) -> dict[str, Any]:
     trainer.save_model()  # before the test split is read, so that nothing there can lose the run
 
     # 6. Report, once, on the test split
-    outputs = trainer.predict(ImageClassificationDataset(splits["test"], image_processor))
+    test_dataset = dataset_class(splits["test"], image_processor)
+    outputs = trainer.predict(test_dataset)
     trainer.log_metrics("test", outputs.metrics)
     metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
     if trainer.is_world_process_zero():
-        details = detailed_report(outputs.predictions, outputs.label_ids, label_names)
-        report = {**metrics, "command": command, "labels": label_names, **details}
+        report = {**metrics, "command": command}
+        if isinstance(test_dataset, MaskedImageDataset):
+            plot_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
+        else:
+            details = detailed_report(outputs.predictions, outputs.label_ids, label_names)
+            report |= {"labels": label_names, **details}
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         plot_curves(trainer.state.log_history, output_dir / "curves.png")
         logger.info("The model, its recipe, metrics.json and curves.png are in %s", output_dir)
@@ -138,20 +170,22 @@ def main(argv: list[str]) -> dict[str, Any]:
     return metrics
 
 
-def load_encoder(path: str, config: ViTScratchConfig) -> ViTScratchForImageClassification:
-    """A classifier with the weights of a saved model; its head is new where the saved one is missing or another.
+def load_model(
+    model_class: type[ViTScratchPreTrainedModel], path: str, config: ViTScratchConfig
+) -> ViTScratchPreTrainedModel:
+    """A model with the encoder of a saved one; its head is new where the saved one is missing or another.
 
     Raises:
         UserError: The saved model is not one for this configuration.
     """
-    model: ViTScratchForImageClassification
-    found: dict[str, Any]
-    model, found = ViTScratchForImageClassification.from_pretrained(
+    loaded: Any = model_class.from_pretrained(
         path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
-    )  # type: ignore[misc]
+    )
+    model, found = loaded
     mismatched = {entry[0] for entry in found["mismatched_keys"]}
     wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
-    wrong = {name for name in wrong if not name.startswith(("classifier.", "pre_logits."))}
+    heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
+    wrong = {name for name in wrong if not name.startswith(heads)}
     if wrong:
         saved = ViTScratchConfig.from_pretrained(path)
         fields = [name for name in vars(ModelArguments()) if getattr(config, name, 0) != getattr(saved, name, 0)]

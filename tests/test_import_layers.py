@@ -19,6 +19,7 @@ LAYERS = {
     "figures": 1,
     "metrics": 1,
     "arguments": 2,
+    "masking": 3,
     "streaming": 3,
     "trainer": 4,
     "inspection": 5,

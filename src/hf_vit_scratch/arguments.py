@@ -19,6 +19,8 @@ from .augmentation import POLICIES
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
 from .errors import UserError, blame_the_user
 
+TASKS = ("image-classification", "masked-image-modeling")
+
 
 def _flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -147,6 +149,9 @@ class ViTTrainingArguments(TrainingArguments):
     optim: str = _flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
     # Ours.
+    task: str = _flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
+    mask_ratio: float = _flag(0.6, "Masked image modelling: share of an image that is masked.")
+    mask_patch_size: int | None = _flag(None, "Masked image modelling: side of a masked square, pixels; a patch's.")
     check: bool = _flag(False, "Look at the data and try the model for a minute instead of training.")
     data_report: bool = _flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
@@ -160,6 +165,12 @@ class ViTTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
+        if self.task == "masked-image-modeling":
+            self.metric_for_best_model = "loss"  # the only one
+            self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
+            self.prediction_loss_only = True
         for name, low, high in (("ema_decay", 0, 1), ("layer_decay", 0, 1), ("max_train_minutes", 0, math.inf)):
             value = getattr(self, name)
             if value is not None and not low < value <= high:
@@ -179,6 +190,23 @@ ARGUMENT_TYPES: tuple[Any, ...] = (
     ViTTrainingArguments,
 )
 Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, MixingArguments, ViTTrainingArguments]
+
+
+def refuse_labels(args: Arguments) -> None:
+    """Refuse what needs labels where none are read.
+
+    Raises:
+        UserError: Names it.
+    """
+    _, data, _, mixing, training = args
+    for asked, flag in (
+        (data.streaming, "--streaming"),
+        (training.check, "--check"),
+        (mixing.mixup_alpha or mixing.cutmix_alpha, "mixing (--mixup_alpha, --cutmix_alpha)"),
+        (training.label_smoothing_factor, "--label_smoothing_factor"),
+    ):
+        if asked:
+            raise UserError(f"{flag} does not go together with --task masked-image-modeling. Leave it out.")
 
 
 class RecipeParser(HfArgumentParser):

@@ -59,6 +59,7 @@ def load_splits(
     test_fraction: float = 0.1,
     corrupt_images: str = "raise",
     seed: int = 0,
+    labelled: bool = True,
 ) -> DatasetDict:
     """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
 
@@ -78,6 +79,7 @@ def load_splits(
         corrupt_images: What to do with images that cannot be decoded: `"raise"` names the first one when it is met;
             `"skip"` decodes every image once at the start, leaves those out, and names them all.
         seed: Chooses the rows that are cut.
+        labelled: Without, labels are not read, a folder may hold images anywhere, and all have the label 0.
 
     Raises:
         UserError: The data cannot be used; the message says why and what to do.
@@ -87,12 +89,15 @@ def load_splits(
             raise UserError(f"{name} must lie between 0 and 1, got {fraction}.")
     if corrupt_images not in CORRUPT_POLICIES:
         raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
-    source = load_source(data, data_config, check_files=corrupt_images == "raise")
+    source = load_source(data, data_config, check_files=corrupt_images == "raise", labelled=labelled)
     if train_split not in source:
         raise UserError(
             f"{data}: there is no split {train_split!r}, only {sorted(source)}. Choose with --train_split."
         )
-    source = _rename_columns(data, source, image_column, label_column, train_split)
+    if labelled:
+        source = _rename_columns(data, source, image_column, label_column, train_split)
+    else:
+        source = _without_labels(data, source, image_column, train_split)
 
     if corrupt_images == "skip":
         source = DatasetDict({split: _without_corrupt(data, split, rows) for split, rows in source.items()})
@@ -237,7 +242,7 @@ class Preparation:
 
     def draws(self, keys: Sequence[tuple[int, int]], purpose: str) -> Draws:
         """Draws for images by their keys: the epoch, and what tells an image from the others."""
-        number = ("augmentation", "partner", "mixing").index(purpose)
+        number = ("augmentation", "partner", "mixing", "masking").index(purpose)
         return Draws([(self.seed, *key, number) for key in keys])
 
     def __call__(
@@ -466,7 +471,9 @@ def _without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     return rows.select(good)
 
 
-def load_source(data: str, data_config: str | None, check_files: bool = True, streaming: bool = False) -> Any:
+def load_source(
+    data: str, data_config: str | None, check_files: bool = True, streaming: bool = False, labelled: bool = True
+) -> Any:
     """All splits of a source as it is, a `DatasetDict`, or to be streamed an `IterableDatasetDict`.
 
     Raises:
@@ -479,7 +486,7 @@ def load_source(data: str, data_config: str | None, check_files: bool = True, st
     if data == "digits":
         return load_digits()
     if local:
-        return _load_class_folders(path, check_files)
+        return _load_class_folders(path, check_files) if labelled else _load_images(path, check_files)
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
@@ -551,6 +558,37 @@ def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
     return DatasetDict(source)
 
 
+def _load_images(root: Path, check_files: bool) -> DatasetDict:
+    """All images in a folder, however deep, or in such folders named `train`, `val`, `test`."""
+    folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
+    splits = {name: folders[alias] for name, aliases in SPLIT_FOLDERS.items() for alias in aliases if alias in folders}
+    source = {}
+    for split, folder in (splits if "train" in splits else {"train": root}).items():
+        files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in ImageFolder.EXTENSIONS]
+        if not files:
+            raise UserError(f"{folder}: there are no images.")
+        for file in files if check_files else ():
+            _check_header(file)
+        source[split] = Dataset.from_dict(
+            {"image": [str(file) for file in files]}, features=Features({"image": datasets.Image()})
+        )
+    return DatasetDict(source)
+
+
+def _without_labels(data: str, source: DatasetDict, image_column: str | None, train_split: str) -> DatasetDict:
+    image = find_image_column(data, source[train_split].features, image_column)
+    label = ClassLabel(names=["image"])
+    return DatasetDict(
+        {
+            split: rows.select_columns([image])
+            .rename_columns({image: "image"} if image != "image" else {})
+            .add_column("label", [0] * len(rows))
+            .cast_column("label", label)
+            for split, rows in source.items()
+        }
+    )
+
+
 def _check_header(file: Path) -> None:
     try:
         with Image.open(file):
@@ -564,16 +602,12 @@ def _unreadable(name: str, error: Exception) -> UserError:
     return UserError(f"{name} cannot be decoded as an image ({reason}). Delete or replace it.")
 
 
-def find_columns(data: str, features: Features, image_column: str | None, label_column: str | None) -> tuple[str, str]:
-    """The columns of the images and of the labels, where not named the only ones of their type.
+def find_image_column(data: str, features: Features, image_column: str | None) -> str:
+    """The column of the images, where not named the only one of its type.
 
     Raises:
-        UserError: There are none, or several.
+        UserError: There is none, or there are several.
     """
-    for flag, column in (("--image_column", image_column), ("--label_column", label_column)):
-        if column is not None and column not in features:
-            raise UserError(f"{data}: there is no column {column!r}, only {sorted(features)}. Choose with {flag}.")
-
     if image_column is None:
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(images) != 1:
@@ -582,9 +616,19 @@ def find_columns(data: str, features: Features, image_column: str | None, label_
                 "--image_column."
             )
         image_column = images[0]
+    _refuse_missing_column(data, features, image_column, "--image_column")
     if not isinstance(features[image_column], datasets.Image):
         raise UserError(f"{data}: the column {image_column!r} holds {features[image_column]}, not images.")
+    return image_column
 
+
+def find_columns(data: str, features: Features, image_column: str | None, label_column: str | None) -> tuple[str, str]:
+    """The columns of the images and of the labels, where not named the only ones of their type.
+
+    Raises:
+        UserError: There are none, or several.
+    """
+    image_column = find_image_column(data, features, image_column)
     if label_column is None:
         labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
         labels = labels or [name for name in ("label", "labels") if name in features]
@@ -594,7 +638,13 @@ def find_columns(data: str, features: Features, image_column: str | None, label_
                 "--label_column."
             )
         label_column = labels[0]
+    _refuse_missing_column(data, features, label_column, "--label_column")
     return image_column, label_column
+
+
+def _refuse_missing_column(data: str, features: Features, column: str, flag: str) -> None:
+    if column not in features:
+        raise UserError(f"{data}: there is no column {column!r}, only {sorted(features)}. Choose with {flag}.")
 
 
 def _rename_columns(

@@ -134,7 +134,7 @@ def data_report(trainer: ViTTrainer) -> str:
         `"loading"` or `"computing"`.
     """
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
-    loading = _images_per_second(lambda: len(next(loader)["labels"]))
+    loading = _images_per_second(lambda: len(next(loader)["pixel_values"]))
     batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
     trainer.model.train()
 
@@ -143,7 +143,7 @@ def data_report(trainer: ViTTrainer) -> str:
             loss = trainer.model(**batch).loss
         loss.backward()
         trainer.model.zero_grad()
-        return len(batch["labels"]) if loss.item() == loss.item() else 0  # reading it waits for the device
+        return len(batch["pixel_values"]) if loss.item() == loss.item() else 0  # reading it waits for the device
 
     computing = _images_per_second(compute)
     bound = "computing" if computing < loading else "loading"

@@ -198,7 +198,7 @@ class ViTTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step; remember how many images they hold together."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._images_in_step = sum(len(batch["labels"]) for batch in batches if "labels" in batch)
+        self._images_in_step = sum(len(batch["pixel_values"]) for batch in batches)
         self._batches_in_step = len(batches)
         return batches, num_items
 
@@ -210,7 +210,7 @@ class ViTTrainer(Trainer):
         output = super().compute_loss(model, inputs, *args, **kwargs)
         if not model.training or not self._images_in_step:
             return output
-        weight = len(inputs["labels"]) * self._batches_in_step / self._images_in_step
+        weight = len(inputs["pixel_values"]) * self._batches_in_step / self._images_in_step
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
