@@ -68,7 +68,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     if masked:
         refuse_labels(args)
     if data_args.streaming:
-        train_rows, splits = stream_splits(**data_args.for_streaming(training_args), seed=seed)
+        with training_args.main_process_first(desc="data"):  # it downloads what the others then find
+            train_rows, splits = stream_splits(**data_args.for_streaming(training_args), seed=seed)
     else:
         splits = load_splits(**data_args.for_loading(), seed=seed, labelled=not masked)
     label_names = splits["validation"].features["label"].names
@@ -111,6 +112,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             batch_size=training_args.per_device_train_batch_size,
             stage_of_batch=[stage(step / steps) for step in range(steps) for _ in range(batches_per_step)],
             process=(training_args.process_index, training_args.world_size),
+            skip_corrupt=data_args.corrupt_images == "skip",
         )  # fmt: skip
     else:
         train_dataset = dataset_class(splits["train"], image_processor, stages, mixing, data_seed)

@@ -472,15 +472,25 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
 
 
-def test_worker_processes_end_by_the_main_process_alone(augmented):
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_worker_processes_end_by_the_main_process_alone(start_method, image_processor, photographs):
     """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
-    loader = DataLoader(augmented(), batch_size=1, num_workers=1, prefetch_factor=1, collate_fn=collate)
+    dataset = make_dataset(image_processor, photographs)
+    loader = DataLoader(
+        dataset,
+        batch_size=1,
+        num_workers=1,
+        prefetch_factor=1,
+        collate_fn=collate,
+        multiprocessing_context=start_method,
+    )
     batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()
 
-    subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
-    assert len(list(batches)) == len(augmented()) - 1
+    if start_method == "fork":
+        subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
+    assert len(list(batches)) == len(dataset) - 1
 
     batches = iter(loader)  # left unfinished, as by an exception: then multiprocessing ends it by SIGTERM, and waits
     next(batches)

@@ -124,10 +124,10 @@ def test_mixture_is_with_the_next_image_of_the_batch(make_stream):
 
 
 def test_stages_follow_the_number_of_the_batch(make_stream):
-    stages = [Augmentation((4, 4)), Augmentation((8, 8)), None]
+    stages = [Augmentation((4, 4)), Augmentation((6, 6)), None]
     loader = DataLoader(make_stream(stages, stage_of_batch=[0, 0, 0, 1, 2]), batch_size=None, num_workers=2)
 
-    assert [batch["pixel_values"].shape[-1] for batch in itertools.islice(loader, 6)] == [4, 4, 4, 8, 8, 8]
+    assert [batch["pixel_values"].shape[-1] for batch in itertools.islice(loader, 6)] == [4, 4, 4, 6, 8, 8]
 
 
 def test_resumed_stream_goes_on_where_it_was(make_stream):
@@ -208,9 +208,9 @@ def test_folders_of_images_are_not_streamed():
 
 
 ARGV = [*SMALL, "--streaming", "true", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2",
-        "--dataloader_num_workers", "2", "--save_strategy", "steps", "--save_steps", "4", "--eval_strategy", "steps",
-        "--eval_steps", "4", "--load_best_model_at_end", "false", "--mixup_alpha", "0.3", "--horizontal_flip_prob",
-        "0.5", "--augmentation_off_fraction", "0.3"]  # fmt: skip
+        "--dataloader_num_workers", "2", "--save_strategy", "steps", "--save_steps", "4", "--save_total_limit", "5",
+        "--eval_strategy", "steps", "--eval_steps", "4", "--load_best_model_at_end", "false", "--mixup_alpha", "0.3",
+        "--horizontal_flip_prob", "0.5", "--augmentation_off_fraction", "0.3"]  # fmt: skip
 RECIPE = str(train.DEFAULT_RECIPE)
 
 
@@ -245,7 +245,11 @@ def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys
         ([], r"--streaming needs --max_steps"),
         (["--max_steps", "5", "--check"], r"--check does not go together with --streaming"),
         (["--max_steps", "5", "--max_train_minutes", "1"], r"--max_train_minutes does not go together"),
-        (["--max_steps", "5", "--corrupt_images", "skip"], r"--corrupt_images skip does not go together"),
+        (["--max_steps", "5", "--test_fraction", "0.2"], r"--test_fraction does not go together"),
+        (
+            ["--max_steps", "5", "--eval_strategy", "epoch"],
+            r"a stream has no epochs: --streaming needs --eval_strategy",
+        ),
     ],
 )
 def test_what_needs_all_of_the_data_is_refused(more, message, folder, tmp_path):

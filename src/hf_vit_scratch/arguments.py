@@ -86,14 +86,20 @@ class DataArguments:
             UserError: Something that was asked for needs all of the data.
         """
         for asked, flag in (
-            (self.corrupt_images == "skip", "--corrupt_images skip"),
             (training_args.check, "--check"),
             (training_args.max_train_minutes is not None, "--max_train_minutes"),
+            (self.validation_fraction != DataArguments.validation_fraction, "--validation_fraction"),
+            (self.test_fraction != DataArguments.test_fraction, "--test_fraction"),
         ):
             if asked:
                 raise UserError(f"{flag} does not go together with --streaming. Leave one of them out.")
         if training_args.max_steps <= 0:
             raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
+        for name in ("eval", "save"):
+            if getattr(training_args, f"{name}_strategy") == "epoch":
+                raise UserError(
+                    f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
+                )
         cutting = ("streaming", "validation_fraction", "test_fraction", "corrupt_images")
         return {name: value for name, value in vars(self).items() if name not in cutting}
 
@@ -165,6 +171,8 @@ class ViTTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.remove_unused_columns:
+            raise UserError("remove_unused_columns must stay false: it would look for columns in batches.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.task == "masked-image-modeling":
@@ -332,7 +340,7 @@ STAGING = ".incomplete"  # folder, within that of the run, of a checkpoint that 
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
-    "disable_tqdm", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "disable_tqdm", "dataloader_persistent_workers", "dataloader_prefetch_factor",
     "dataloader_pin_memory", "save_steps", "save_strategy", "save_total_limit", "eval_steps", "eval_strategy",
     "per_device_eval_batch_size", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "use_cpu",
 }  # fmt: skip
@@ -355,7 +363,10 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
     begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
     if begun is not None and begun.is_file():
         was, now = (yaml.safe_load(text) or {} for text in (begun.read_text(encoding="utf-8"), recipe))
-        changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in RESUMABLE]
+        free = set(RESUMABLE)
+        if not now.get("streaming") and all(recipe.get("dataloader_num_workers") for recipe in (was, now)):
+            free.add("dataloader_num_workers")  # without any, images may be augmented in batches, with other draws
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
         if changed:
             listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
             raise UserError(

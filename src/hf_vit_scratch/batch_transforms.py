@@ -1,8 +1,8 @@
 """Random changes to a batch of images at once, on any device, with draws of its own for every image.
 
 torchvision's transforms draw once for a whole batch, and given one image at a time they leave an accelerator waiting.
-These do what torchvision's of the same names do to one image. Numbers are drawn on the CPU, in NumPy, so that no step
-waits for the device; pixels stay where they are.
+These do what torchvision's of the same names do to one image. Numbers are drawn on the CPU, in NumPy, so that nothing
+is read back from the device; pixels stay where they are.
 
 Shapes: images are uint8 (B, C, height, width); draws and what follows from them have B entries.
 """
@@ -56,8 +56,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def to_device(numbers: NDArray[Any], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers (B, ...) as a tensor (B, ...) on the device of `like`, without waiting for it."""
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype).to(like.device, non_blocking=True)
+    """Numbers (B, ...) as a tensor (B, ...) on the device of `like`."""
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(like.device, dtype)
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:
@@ -92,21 +92,20 @@ def random_resized_crop(images: Tensor, draws: Draws, size: tuple[int, int], lea
     none = tall == 0
     tall, wide = np.where(none, middle_tall, tall), np.where(none, middle_wide, wide)
     top, left = np.where(none, (height - middle_tall) // 2, top), np.where(none, (width - middle_wide) // 2, left)
-    rows = _resizing_weights(top, tall, height, size[0])
-    columns = _resizing_weights(left, wide, width, size[1])
-    return _to_uint8(
-        to_device(rows, images)[:, None] @ images.float() @ to_device(columns, images)[:, None].transpose(2, 3)
-    )
+    rows = _resizing_weights(top, tall, height, size[0], images)
+    columns = _resizing_weights(left, wide, width, size[1], images)
+    return _to_uint8(rows[:, None] @ images.float() @ columns[:, None].transpose(2, 3))
 
 
-def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: int, new: int) -> Numbers:
+def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: int, new: int, like: Tensor) -> Tensor:
     """(B, new, old): how much of each old pixel is in each new one; a triangle as wide as the step between the new."""
-    step = (length / new)[:, None, None]
-    centre = start[:, None, None] + (np.arange(new)[:, None] + 0.5) * step
-    place = np.arange(old) + 0.5
-    weights = np.maximum(0, 1 - np.abs(place - centre) / np.maximum(step, 1))
-    weights *= (place > start[:, None, None]) & (place < (start + length)[:, None, None])
-    return weights / weights.sum(-1, keepdims=True)
+    begin, extent = (to_device(numbers, like)[:, None, None] for numbers in (start, length))
+    step = extent / new
+    centre = begin + (torch.arange(new, device=like.device)[:, None] + 0.5) * step
+    place = torch.arange(old, device=like.device) + 0.5
+    weights = (1 - (place - centre).abs() / step.clamp(min=1)).clamp(min=0)
+    weights = weights * ((place > begin) & (place < begin + extent))
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def random_crop_and_flip(images: Tensor, draws: Draws, padding: int, flip_prob: float) -> Tensor:

@@ -7,6 +7,7 @@ Hub. Whatever the source, the splits have the columns `image` (encoded, see `dec
 import functools
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -90,10 +91,8 @@ def load_splits(
     if corrupt_images not in CORRUPT_POLICIES:
         raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
     source = load_source(data, data_config, check_files=corrupt_images == "raise", labelled=labelled)
-    if train_split not in source:
-        raise UserError(
-            f"{data}: there is no split {train_split!r}, only {sorted(source)}. Choose with --train_split."
-        )
+    wanted = {"train": train_split, "validation": validation_split, "test": test_split}
+    check_split_names(data, source, wanted)
     if labelled:
         source = _rename_columns(data, source, image_column, label_column, train_split)
     else:
@@ -102,25 +101,20 @@ def load_splits(
     if corrupt_images == "skip":
         source = DatasetDict({split: _without_corrupt(data, split, rows) for split, rows in source.items()})
 
-    wanted = {"train": train_split, "validation": validation_split, "test": test_split}
     chosen = [split for split in wanted.values() if split is not None]
-    if len(set(chosen)) < len(chosen):
-        raise UserError(f"{data}: train, validation and test must be different splits, got {wanted}.")
     train = source[train_split]
-    _refuse_unknown_labels(data, train_split, train)
+    refuse_unknown_labels(data, train_split, train)
     counts = np.bincount(train["label"], minlength=train.features["label"].num_classes)
     splits = {}
     for name, fraction in (("validation", validation_fraction), ("test", test_fraction)):
         split = wanted[name]
         if split is None:  # the source's own, unless the user has given it another part
             split = next((alias for alias in SPLIT_FOLDERS[name] if alias in source and alias not in chosen), None)
-        elif split not in source:
-            raise UserError(f"{data}: there is no split {split!r}, only {sorted(source)}. Choose with --{name}_split.")
-        if split is not None and _has_unlabelled(source[split]):
+        if split is not None and has_unlabelled(source[split]):
             logger.warning("%s: the split %r has rows without a label and is not used.", data, split)
             split = None
         if split is not None:
-            _refuse_unknown_labels(data, split, source[split])
+            refuse_unknown_labels(data, split, source[split])
             splits[name] = source[split]
         else:
             train, splits[name] = _cut(data, train, np.maximum(1, np.rint(fraction * counts).astype(int)), seed)
@@ -281,7 +275,7 @@ class Preparation:
             return {"pixel_values": pixel_values, "labels": labels}
         targets = self.mixing.one_hot(labels)
         if pairs:
-            first, second = torch.tensor(pairs).T
+            first, second = torch.tensor(pairs, device=pixel_values.device).T
             pixel_values[first], targets[first] = self.mixing.mix(
                 pixel_values[first], targets[first], pixel_values[second], targets[second],
                 self.draws([keys[place] for place, _ in pairs], "mixing"),
@@ -350,6 +344,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def _decode_all(self, device: torch.device) -> str:
         """Fill `_images` and return nothing, or say what stands in the way."""
+        if device.type not in ("cpu", "cuda"):
+            return f"this was not tried on {device.type}"
         images: Tensor | None = None
         for start in range(0, len(self), 1000):
             indices = list(range(start, min(start + 1000, len(self))))
@@ -363,7 +359,10 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                     return "they are not all of one size"
                 images[index] = pixels
         if images is not None:
-            self._images = images.to(device)
+            try:
+                self._images = images.to(device)
+            except torch.OutOfMemoryError:
+                return f"they do not fit on {device}"
             self._labels = torch.tensor(self.rows["label"][:], device=device)
         return ""
 
@@ -382,7 +381,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         images, labels = self._read([sample.row for sample in wanted])
         pairs = [(place[sample], place[other]) for sample, other in partners.items()]
         batch = self._preparation(images, labels, [(sample.epoch, sample.row) for sample in wanted], augment, pairs)
-        own = torch.tensor([place[sample] for sample in samples])
+        own = torch.tensor([place[sample] for sample in samples], device=batch["labels"].device)
         return {name: tensor[own] for name, tensor in batch.items()}
 
     def _partners(self, samples: list[Sample]) -> dict[Sample, Sample]:
@@ -400,7 +399,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def _read(self, indices: list[int]) -> tuple[list[Image.Image] | Tensor, Tensor]:
         if self._images is not None:
             assert self._labels is not None
-            places = torch.tensor(indices).to(self._images.device, non_blocking=True)
+            places = torch.tensor(indices).to(self._images.device)
             return self._images[places], self._labels[places]
         rows = self.rows[indices]
         images = [decode_image(row, name=f"image {index}") for index, row in zip(indices, rows["image"], strict=True)]
@@ -417,13 +416,15 @@ def end_by_the_main_process_alone() -> None:
     """Let a worker process heed SIGTERM only from its main process.
 
     Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end; yet
-    SIGTERM is also how multiprocessing ends, and then waits for, workers that an exception left behind.
+    SIGTERM is also how multiprocessing ends, and then waits for, workers that an exception left behind. For workers
+    that are forked from the main process; others may have threads already, which the signal ends.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
+    main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
+    if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
         return
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main.pid:
             pass
         os._exit(0)
 
@@ -441,8 +442,12 @@ def _restored_rng_state() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
-    """A class id out of range would end in a fault on the device, much later and without a name."""
+def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
+    """Refuse a class id out of range, which would end in a fault on the device, much later and without a name.
+
+    Raises:
+        UserError: Names the first.
+    """
     names = rows.features["label"].names
     labels = np.asarray([-1 if label is None else label for label in rows["label"]])
     unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
@@ -602,6 +607,20 @@ def _unreadable(name: str, error: Exception) -> UserError:
     return UserError(f"{name} cannot be decoded as an image ({reason}). Delete or replace it.")
 
 
+def check_split_names(data: str, source: Any, wanted: dict[str, str | None]) -> None:
+    """Refuse splits that the source does not have, or that are to serve two purposes.
+
+    Raises:
+        UserError: Names them.
+    """
+    for name, split in wanted.items():
+        if split is not None and split not in source:
+            raise UserError(f"{data}: there is no split {split!r}, only {sorted(source)}. Choose with --{name}_split.")
+    chosen = [split for split in wanted.values() if split is not None]
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"{data}: train, validation and test must be different splits, got {wanted}.")
+
+
 def find_image_column(data: str, features: Features, image_column: str | None) -> str:
     """The column of the images, where not named the only one of its type.
 
@@ -669,7 +688,7 @@ def _rename_columns(
             features=Features({"image": source[train_split].features["image"], "label": label}),
         )
         feature = label
-    if _has_unlabelled(source[train_split]):
+    if has_unlabelled(source[train_split]):
         raise UserError(
             f"{data}: the split {train_split!r} has rows without a label. Choose another with --train_split."
         )
@@ -678,7 +697,8 @@ def _rename_columns(
     return source
 
 
-def _has_unlabelled(rows: Dataset) -> bool:
+def has_unlabelled(rows: Dataset) -> bool:
+    """Whether a label is missing."""
     return any(label is None or label < 0 for label in rows["label"])
 
 

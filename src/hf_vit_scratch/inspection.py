@@ -133,6 +133,7 @@ def data_report(trainer: ViTTrainer) -> str:
     Returns:
         `"loading"` or `"computing"`.
     """
+    dataset: Any = trainer.train_dataset
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
     loading = _images_per_second(lambda: len(next(loader)["pixel_values"]))
     batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
@@ -149,7 +150,12 @@ def data_report(trainer: ViTTrainer) -> str:
     bound = "computing" if computing < loading else "loading"
     print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
     if bound == "loading":
-        print("           More --dataloader_num_workers or fewer augmentations would help.")
+        kept = (
+            isinstance(dataset, ImageClassificationDataset)
+            and trainer.args.dataloader_num_workers == 0
+            and dataset.keep_on(trainer.args.device)
+        )
+        print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     return bound
 
 

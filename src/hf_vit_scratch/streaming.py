@@ -2,20 +2,36 @@
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset
 from datasets.distributed import split_dataset_by_node
+from datasets.fingerprint import Hasher
+from huggingface_hub import HfApi
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers import ViTImageProcessor
 
 from .augmentation import Augmentation, Mixing
-from .data import Preparation, decode_image, end_by_the_main_process_alone, find_columns, load_source, split_in_half
+from .data import (
+    Preparation,
+    check_split_names,
+    decode_image,
+    end_by_the_main_process_alone,
+    find_columns,
+    load_source,
+    refuse_unknown_labels,
+    split_in_half,
+)
 from .errors import UserError
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("validation", "test")
 
@@ -33,7 +49,8 @@ def stream_splits(
 ) -> tuple[IterableDataset, DatasetDict]:
     """The training split as a stream, and `validation` and `test`, which alone are downloaded.
 
-    Where there is no labelled test split, a half of validation serves as it, with the same share of every class.
+    Where there is only one of the two, with labels, a half of it serves as the other, with the same share of every
+    class.
 
     Args:
         data: The name of a dataset on the Hub, or a parquet file, or a folder of them.
@@ -50,15 +67,17 @@ def stream_splits(
     """
     source = load_source(data, data_config, streaming=True)
     wanted = {"train": train_split, "validation": validation_split, "test": test_split}
-    for name, split in wanted.items():
-        if split is not None and split not in source:
-            raise UserError(f"{data}: there is no split {split!r}, only {sorted(source)}. Choose with --{name}_split.")
-    image, label = find_columns(data, source[train_split].features, image_column, label_column)
-    feature = source[train_split].features[label]
-    if not isinstance(feature, ClassLabel):
+    check_split_names(data, source, wanted)
+    features = source[train_split].features
+    if features is None:
         raise UserError(
-            f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names the classes; it is "
-            f"{feature}. Leave --streaming out."
+            f"{data}: the columns of this kind of data are not known before it is read. Use parquet files."
+        )
+    image, label = find_columns(data, features, image_column, label_column)
+    if not isinstance(features[label], ClassLabel) or features[label].num_classes < 2:
+        raise UserError(
+            f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names two or more "
+            f"classes; it is {features[label]}. Leave --streaming out."
         )
     streams = {
         split: rows.select_columns([image, label])
@@ -66,21 +85,29 @@ def stream_splits(
         .cast_column("image", datasets.Image(decode=False))
         for split, rows in source.items()
     }
+    if (first := next(iter(streams[train_split]))["image"]) is None or first["bytes"] is None:
+        raise UserError(f"{data}: to stream, the images must be in the files of the rows, as in parquet files.")
+
     kept = {}
     for name in SPLITS:
-        split = wanted[name] or (name if name in streams and name != train_split else None)
+        split = wanted[name]
+        if split is None and name in streams and name not in wanted.values():
+            first_label = next(iter(streams[name]))["label"]
+            split = None if first_label in (None, -1) else name  # not the test split of a contest
         if split is not None:
-            rows = streams[split]
-            kept[name] = Dataset.from_generator(_rows, features=rows.features, gen_kwargs={"stream": rows})
-            if -1 in kept[name]["label"] and wanted[name] is None:
-                del kept[name]  # a test split of a contest
+            version = Hasher.hash([data, data_config, split, image, label, _version(data)])
+            kept[name] = Dataset.from_generator(
+                _rows, features=streams[split].features, gen_kwargs={"stream": streams[split]}, fingerprint=version
+            )
+            refuse_unknown_labels(data, split, kept[name])
     if not kept:
         raise UserError(
             f"{data}: a stream cannot be cut, so it needs a validation split; there are {sorted(source)}. Choose one "
             "with --validation_split."
         )
     if len(kept) == 1:
-        (rows,) = kept.values()
+        ((name, rows),) = kept.items()
+        logger.info("%s: there is only one of validation and test, %s; a half of it serves as the other", data, name)
         kept = dict(zip(SPLITS, split_in_half(data, rows, seed), strict=True))
     return streams[train_split], DatasetDict(kept)
 
@@ -89,12 +116,22 @@ def _rows(stream: IterableDataset) -> Iterator[dict[str, Any]]:
     yield from stream
 
 
+def _version(data: str) -> Any:
+    """What changes when the data does; a stream has no name of its own by which a copy of it could be found again."""
+    path = Path(data).expanduser()
+    if not path.exists():
+        return HfApi().dataset_info(data).sha
+    files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
 class ImageClassificationStream(torch.utils.data.IterableDataset):
     """Endless batches of `pixel_values` (B, C, height, width) and `labels` of a split that is read while training.
 
-    Each process reads its own part of the split, and each worker process its own part of that. What an image's
-    augmentation depends on is the seed, how often the split was read, and the image's bytes; it is mixed with the next
-    one of its batch.
+    Each process reads its own files where their number is a multiple of the number of processes, else all of them for
+    its share of the rows; each worker process reads its own part of that. What an image's augmentation depends on is
+    the seed, how often the split was read, and the image's bytes; it is mixed with the next one of its batch. After
+    each pass, `datasets` pauses for five seconds.
 
     Args:
         rows: The stream of `stream_splits`.
@@ -106,9 +143,10 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         stage_of_batch: The stage of training of each batch of this process.
         process: The number of this process, and how many there are.
         buffer_size: Rows among which the next one is drawn, in each worker process.
+        skip_corrupt: Whether to leave out, with a warning, an image that cannot be decoded.
 
     Raises:
-        UserError: In iterating: there is nothing to read for a worker process.
+        UserError: In iterating: there is nothing to read for a worker process, or an image or label is wrong.
     """
 
     def __init__(
@@ -123,9 +161,18 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         stage_of_batch: Sequence[int],
         process: tuple[int, int] = (0, 1),
         buffer_size: int = 2000,
+        skip_corrupt: bool = False,
     ):
-        self.num_files = rows.num_shards
-        self.rows = split_dataset_by_node(rows.shuffle(seed=seed, buffer_size=buffer_size), *process)
+        if process[0] == 0 and rows.num_shards % process[1]:
+            logger.warning(
+                "%d processes share %d files: each reads all of them for its share of the rows. A number of processes "
+                "that divides the number of files is faster.", process[1], rows.num_shards,
+            )  # fmt: skip
+        self.rows = rows
+        self.seed = seed
+        self.process = process
+        self.buffer_size = buffer_size
+        self.skip_corrupt = skip_corrupt
         self.stages = stages
         self.batch_size = batch_size
         self.stage_of_batch = stage_of_batch
@@ -144,20 +191,34 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             yield {} if number < self.first_batch else self._prepare(batch, self.stages[stage])
 
     def _endless_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        classes = self.rows.features["label"].num_classes
         for epoch in itertools.count():
-            self.rows.set_epoch(epoch)
+            # Not `set_epoch`, whose number all worker processes share: they do not end a pass at the same time.
+            seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+            shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size)
             count = 0
-            for row in self.rows:
+            for row in split_dataset_by_node(shuffled, *self.process):
                 count += 1
+                if row["label"] is None or not 0 <= row["label"] < classes:
+                    raise UserError(f"{_name(row)} has the label {row['label']}, which is none of 0 to {classes - 1}.")
                 yield epoch, row
             if count == 0:
                 raise UserError(
-                    f"A process has nothing to read: the training split has {self.num_files} files for all processes "
-                    "and their --dataloader_num_workers. Use fewer of them."
+                    f"A process has nothing to read: the training split has {self.rows.num_shards} files for all "
+                    "processes and their --dataloader_num_workers. Use fewer of them."
                 )
 
     def _prepare(self, batch: list[tuple[int, dict[str, Any]]], augment: Augmentation | None) -> dict[str, Tensor]:
-        images = [decode_image(row["image"], name="a training image") for _, row in batch]
+        images, readable = [], []
+        for epoch, row in batch:
+            try:
+                images.append(decode_image(row["image"], name=_name(row)))
+                readable.append((epoch, row))
+            except UserError as error:
+                if not self.skip_corrupt:
+                    raise
+                logger.warning("Left out: %s", error)
+        batch = readable
         labels = torch.tensor([row["label"] for _, row in batch])
         keys = [(epoch, _digest(row["image"])) for epoch, row in batch]
         pairs = []
@@ -165,6 +226,12 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             mixed = self._preparation.draws(keys, "partner").uniform() < self._preparation.mixing_prob
             pairs = [(place, (place + 1) % len(batch)) for place in mixed.nonzero()[0].tolist()]
         return self._preparation(images, labels, keys, augment, pairs)
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A name for an image whose number nobody knows."""
+    path = (row["image"] or {}).get("path")
+    return f"The training image {path}" if path else f"A training image with the label {row['label']}"
 
 
 def _digest(image: dict[str, Any]) -> int:

@@ -66,7 +66,9 @@ class ViTTrainer(Trainer):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
-        super().__init__(*args, **({"data_collator": collate} | kwargs))
+        if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
+            kwargs["data_collator"] = collate
+        super().__init__(*args, **kwargs)
         self.add_callback(_Hooks(self))
         self.stage = stage
         self.sampler: EpochSampler | None = None
@@ -104,13 +106,15 @@ class ViTTrainer(Trainer):
         self._start_time = time.perf_counter()
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
         self._first_bad_step = torch.tensor(torch.inf)
+        if isinstance(self.train_dataset, ImageClassificationStream):
+            self.train_dataset.first_batch = 0
         if self.args.should_save:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
             self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
         if isinstance(resume_from_checkpoint, str):
             self._load_progress(Path(resume_from_checkpoint))
-            if isinstance(self.train_dataset, ImageClassificationStream):
+            if isinstance(self.train_dataset, ImageClassificationStream) and not self.args.ignore_data_skip:
                 state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
                 self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
         with self._stopping_at_sigterm():
@@ -165,7 +169,8 @@ class ViTTrainer(Trainer):
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataset, ImageClassificationStream):
             # It makes batches, for this process alone; accelerate would share them out once more.
-            names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+            dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
+            names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, **options)
         # Where the user has asked for worker processes, they prepare the images.
