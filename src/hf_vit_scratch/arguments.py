@@ -189,6 +189,12 @@ class ViTTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process; for a CPU without the number of the process, which torch 2.11 cannot load to."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
 
 ARGUMENT_TYPES: tuple[Any, ...] = (
     ModelArguments,
