@@ -288,7 +288,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     With `stages`, images are augmented and mixed, each by draws that depend on nothing but (seed, epoch, row): not on
     the order, the batch, the number of worker processes, or what was drawn before. The partner that an image is mixed
-    with is any other image of the split, as it is augmented in the same epoch.
+    with is any other image of the split, as it is augmented in the same epoch. Images that are kept (`keep_on`) are
+    augmented by the same distributions, with other draws.
 
     Args:
         rows: A split of `load_splits`.
