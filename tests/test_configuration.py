@@ -35,6 +35,7 @@ def test_default_encoder_is_bert_style():
         ({"hidden_dropout_prob": float("nan")}, r"hidden_dropout_prob must be at least 0 and below 1, got nan"),
         ({"layer_norm_eps": 0.0}, r"layer_norm_eps must be positive and finite"),
         ({"initializer_range": float("inf")}, r"initializer_range must be positive and finite"),
+        ({"patch_initializer_range": 0.0}, r"patch_initializer_range must be positive and finite, got 0"),
         ({"position_embedding_type": "sincos"}, r"position_embedding_type must be one of learned, sincos2d, rope2d"),
         ({"pooling": "max"}, r"pooling must be one of cls, mean; got 'max'"),
         ({"hidden_act": "gelo"}, r"hidden_act must be one of .*; got 'gelo'"),

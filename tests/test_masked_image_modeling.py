@@ -150,12 +150,13 @@ def test_classifier_starts_from_the_encoder(tmp_path):
         assert torch.equal(tensor, model.vit.state_dict()[name]), name
 
 
-def test_mask_token_starts_random_with_the_configured_spread():
+def test_mask_token_and_decoder_start_random_with_the_configured_spread():
     config = ViTScratchConfig(**TINY | {"hidden_size": 256, "initializer_range": 0.05})
 
-    mask_token = ViTScratchForMaskedImageModeling(config).vit.embeddings.mask_token
+    model = ViTScratchForMaskedImageModeling(config)
 
-    assert mask_token.std().item() == pytest.approx(0.05, rel=0.15)
+    for tensor in (model.vit.embeddings.mask_token, model.decoder[0].weight):
+        assert tensor.std().item() == pytest.approx(0.05, rel=0.15)
 
 
 def test_norm_after_pooling_is_refused():

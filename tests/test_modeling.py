@@ -520,10 +520,10 @@ def test_rotary_positions_match_dinov3():
 
 
 @pytest.mark.parametrize("head_dim", [4, 64, 196])
-def test_rotary_tables_have_one_angle_per_channel(head_dim):
+def test_rotary_tables_have_one_angle_per_pair_of_channels(head_dim):
     cos, sin = rope2d_cos_sin((2, 3), head_dim, num_prefix_tokens=1, like=torch.zeros(()))
 
-    assert cos.shape == sin.shape == (7, head_dim)
+    assert cos.shape == sin.shape == (7, head_dim // 2)
 
 
 def test_rotary_scores_depend_on_relative_positions_only():
@@ -759,9 +759,21 @@ def test_initial_weights_have_the_configured_spread():
             assert parameter.abs().max() == 0, name
         elif "norm" in name:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
-        elif parameter.numel() > 1000:
+        elif parameter.numel() > 1000 and "patch_embeddings" not in name:
             assert parameter.std().item() == pytest.approx(0.05, rel=0.1), name
             assert abs(parameter.mean().item()) < 0.01, name
+
+
+@pytest.mark.parametrize("chosen", [None, 0.3])
+@pytest.mark.parametrize("patch_size", [4, [2, 8], 16])
+def test_patch_embedding_starts_with_unit_gain_or_the_chosen_spread(patch_size, chosen):
+    config = ViTScratchConfig(image_size=16, patch_size=patch_size, patch_initializer_range=chosen)
+    projection = ViTScratchModel(config).embeddings.patch_embeddings.projection
+
+    tokens = projection(torch.randn(500, 3, *config.patch_height_width)).detach()
+
+    pixels = 3 * math.prod(config.patch_height_width)
+    assert tokens.std().item() == pytest.approx(1.0 if chosen is None else chosen * pixels**0.5, rel=0.05)
 
 
 def test_gradient_of_the_loss_matches_finite_differences():

@@ -45,6 +45,7 @@ class ModelArguments:
     qkv_bias: bool | None = _flag(None, "Biases in the query, key and value projections.")
     layer_norm_eps: float | None = _flag(None, "Added to the variance by every norm.")
     initializer_range: float | None = _flag(None, "Standard deviation of the initial weights.")
+    patch_initializer_range: float | None = _flag(None, "The same for the patch embedding alone.")
     norm_first: bool | None = _flag(None, "True: ViT style, pre-LN. False: BERT style, post-LN.")
     hidden_dropout_prob: float | None = _flag(None, "Dropout of embeddings and residual branches.")
     attention_probs_dropout_prob: float | None = _flag(None, "Dropout of attention probabilities.")

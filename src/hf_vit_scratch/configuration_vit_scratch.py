@@ -41,6 +41,10 @@ class ViTScratchConfig(PreTrainedConfig):
         qkv_bias: Whether the query, key and value projections have a bias.
         layer_norm_eps: Added to the variance by every norm.
         initializer_range: Standard deviation of the truncated normal from which weights are drawn.
+        patch_initializer_range: The same for the patch embedding alone; `None` for `1 / sqrt(pixels of a patch)`,
+            counted over all channels, as in the code of Dosovitskiy et al. 2021 (LeCun normal): independent pixels of
+            unit variance give tokens of unit variance, whatever the patch size. transformers' ViT takes
+            `initializer_range`, with which small patches start as nearly nothing beside their positions.
         norm_first: `False` for the BERT style (post-LN: each residual sum is normalised, and so are the embeddings);
             `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
         hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
@@ -84,6 +88,7 @@ class ViTScratchConfig(PreTrainedConfig):
     qkv_bias: bool = True
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
+    patch_initializer_range: float | None = None
     norm_first: bool = False
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0
@@ -195,7 +200,10 @@ class ViTScratchConfig(PreTrainedConfig):
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")
 
-        for name in ("layer_norm_eps", "initializer_range"):
+        positive = ["layer_norm_eps", "initializer_range"]
+        if self.patch_initializer_range is not None:
+            positive.append("patch_initializer_range")
+        for name in positive:
             number = getattr(self, name)
             if not _is_number(number):
                 raise TypeError(f"{name} must be a number, got {number!r}.")

@@ -91,7 +91,7 @@ def sincos2d_positions(grid: tuple[int, int], hidden_size: int) -> Tensor:
 def rope2d_cos_sin(
     grid: tuple[int, int], head_dim: int, num_prefix_tokens: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Axial rotary position embedding, as cosines and sines: two (N, K), in the dtype and on the device of `like`.
+    """Axial rotary position embedding, as cosines and sines: two (N, K / 2), on the device of `like`.
 
     The patch centres have coordinates in [-1, 1], so that another image size keeps their meaning. The first half of
     the K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
@@ -105,14 +105,15 @@ def rope2d_cos_sin(
     y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)
     x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)
     angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
-    angles = F.pad(angles, (0, 0, num_prefix_tokens, 0)).repeat(1, 2)  # (N, K)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # under autocast the queries have fewer bits than the table
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class ViTScratchPatchEmbeddings(nn.Module):
@@ -378,6 +379,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ViTScratchEmbeddings):
+            # Children come first: the convolution's second draw replaces the one that it got above.
+            weight = module.patch_embeddings.projection.weight
+            init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             if module.cls_token is not None:
                 init.trunc_normal_(module.cls_token, std=std)
             if module.mask_token is not None:
