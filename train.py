@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import ViTImageProcessor, set_seed
 from transformers.utils.logging import disable_progress_bar
 
@@ -36,6 +37,7 @@ from hf_vit_scratch.arguments import (
     stage_arguments,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
+from hf_vit_scratch.cards import describe_machine, make_card
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
 from hf_vit_scratch.figures import plot_curves
@@ -78,6 +80,11 @@ def main(argv: list[str]) -> dict[str, Any]:
             raise UserError(
                 f"{training_args.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
             )
+
+    if training_args.fit_to_images:
+        choices = inspection.fit_to_images(args, splits["train"], set(yaml.safe_load(recipe)))
+        logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(choices))
+        recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
 
     # 3. Model
     config, start = model_config(model_args, label_names)
@@ -159,15 +166,19 @@ def main(argv: list[str]) -> dict[str, Any]:
     trainer.log_metrics("test", outputs.metrics)
     metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
     if trainer.is_world_process_zero():
-        report = {**metrics, "command": command}
+        report = {**metrics, "command": command, **describe_machine()}
         if isinstance(test_dataset, MaskedImageDataset):
             plot_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         else:
             details = detailed_report(outputs.predictions, outputs.label_ids, label_names)
             report |= {"labels": label_names, **details}
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        plot_curves(trainer.state.log_history, output_dir / "curves.png")
-        logger.info("The model, its recipe, metrics.json and curves.png are in %s", output_dir)
+        (output_dir / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1) + "\n", encoding="utf-8")
+        if masked:
+            plot_curves(trainer.state.log_history, output_dir / "curves.png")
+        else:
+            make_card([output_dir], output_dir / "README.md")
+        logger.info("The model, its recipe, metrics, log and pictures are in %s", output_dir)
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
 

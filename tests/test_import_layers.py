@@ -23,6 +23,7 @@ LAYERS = {
     "streaming": 3,
     "trainer": 4,
     "inspection": 5,
+    "cards": 2,
     "conversion": 2,
     "equivalence": 3,
     "checkpoints": 4,

@@ -24,6 +24,8 @@ def test_recipe_states_its_command_result_and_cost(recipe):
     header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     header = "\n".join(header)
     command = "python train.py" if recipe.stem == "digits" else f"python train.py recipes/{recipe.name}"
+    if recipe.stem == "your_images":
+        command += " --data FOLDER"
     assert re.search(rf"^# Command +{re.escape(command)}$", header, re.MULTILINE)
     assert re.search(r"^# Result +(test accuracy \d+\.\d%.* seed|not run)", header, re.MULTILINE)
     assert re.search(r"^# Cost +(\d+.* seconds|not run)", header, re.MULTILINE)

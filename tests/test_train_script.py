@@ -59,7 +59,7 @@ def test_run_leaves_its_results(run):
     text = (output_dir / "recipe.yaml").read_text()
     assert text.startswith("# python train.py --hidden_size 32")
     assert yaml.safe_load(text) | {"hidden_size": 32, "data": "digits", "learning_rate": 0.004} == yaml.safe_load(text)
-    assert {"model.safetensors", "config.json", "preprocessor_config.json", "curves.png"} <= {
+    assert {"model.safetensors", "config.json", "preprocessor_config.json", "curves.png", "log.json", "README.md"} <= {
         p.name for p in output_dir.iterdir()
     }
 

@@ -249,10 +249,13 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
 
     trainer.train()
 
-    # Looks at the clock: start 0, log 1, evaluation 2 to 3, log 4. So 18 images in 1 second, then the other 6 of the
-    # 24 in 3 less 1.
+    # Looks at the clock: start 0, first step 1, log 2, evaluation 3 to 4 and its line 5, log 6. So 18 images in 1 second,
+    # then the other 6 of the 24 in 4 less 1.
     rates = [logs["images_per_second"] for logs in trainer.state.log_history if "loss" in logs]
-    assert rates == [18.0, 3.0]
+    assert rates == [18.0, 2.0]
+    minutes = [logs["minutes"] for logs in trainer.state.log_history]
+    assert minutes == sorted(minutes)
+    assert minutes[0] == round(2 / 60, 2)
 
 
 def test_images_are_not_dropped_as_unused_columns(tmp_path):

@@ -88,6 +88,7 @@ class DataArguments:
         """
         for asked, flag in (
             (training_args.check, "--check"),
+            (training_args.fit_to_images, "--fit_to_images"),
             (training_args.max_train_minutes is not None, "--max_train_minutes"),
             (self.validation_fraction != DataArguments.validation_fraction, "--validation_fraction"),
             (self.test_fraction != DataArguments.test_fraction, "--test_fraction"),
@@ -161,6 +162,9 @@ class ViTTrainingArguments(TrainingArguments):
     mask_patch_size: int | None = _flag(None, "Masked image modelling: side of a masked square, pixels; a patch's.")
     check: bool = _flag(False, "Look at the data and try the model for a minute instead of training.")
     data_report: bool = _flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
+    fit_to_images: bool = _flag(
+        False, "Choose by the images what is not set: sizes, batch, epochs, augmentation. The log says what and why."
+    )
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
     layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 PANELS = (
     ("loss", ("loss", "eval_loss")),
     ("accuracy", ("eval_accuracy", "eval_top5_accuracy")),
@@ -32,3 +34,33 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
         if axes.lines:
             axes.legend()
     figure.savefig(path, dpi=110)
+
+
+def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
+    """Draw which classes are taken for which into a PNG file, as shares of each true class.
+
+    Args:
+        matrix: L rows of L counts; row the true class, column the predicted one.
+        labels: Names of the L classes.
+        path: The file to write.
+    """
+    from matplotlib.figure import Figure
+
+    counts = np.asarray(matrix, dtype=float)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    side = min(max(4.5, 0.55 * len(labels) + 2), 20)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(labels) <= 40:  # more would be unreadable
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
+        axes.set_yticks(range(len(labels)), labels)
+    if len(labels) <= 20:
+        for row, column in np.ndindex(*shares.shape):
+            if counts[row, column]:
+                color = "white" if shares[row, column] > 0.5 else "black"
+                text = f"{100 * shares[row, column]:.0f}"
+                axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        axes.set_title("% of each true class")
+    figure.savefig(path, dpi=90)

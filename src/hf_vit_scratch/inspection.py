@@ -1,18 +1,22 @@
-"""A look at the data and a short trial of the model, before a long run."""
+"""A look at the data before a long run: sizes chosen to fit it, and a short trial of the model."""
 
 import itertools
+import math
 import time
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from .arguments import Arguments
 from .data import ImageClassificationDataset, Sample
 from .trainer import ViTTrainer
 
@@ -20,6 +24,80 @@ LOOKED_AT = 500  # images of which modes and sizes are counted
 OVERFITTED = 64  # images that the model must be able to learn by heart
 MAX_STEPS = 200
 SECONDS = 5.0  # for each measurement of speed
+IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
+SMALL_MODEL = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768}
+LARGE_MODEL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+
+
+def fit_to_images(args: Arguments, rows: Dataset, given: Set[str]) -> list[str]:
+    """Choose sizes, batches, epochs and augmentation by the training images and the device.
+
+    Rules of thumb for training from random weights: many passes and strong augmentation where images are few, no image
+    made larger than it is, and on a CPU no more than 64 tokens.
+
+    Args:
+        args: Changed in place: the fields that are not in `given`.
+        rows: The training split of `load_splits`.
+        given: Names of the fields that a recipe or a flag has set, which stay.
+
+    Returns:
+        One line for each choice, with its reason.
+    """
+    model, _, augmentation, mixing, training = args
+    number, on_cpu = len(rows), training.device.type == "cpu"
+    sides, _ = _sizes_and_modes(rows)
+    side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
+    lines = []
+
+    def choose(part: Any, reason: str, **values: Any) -> None:
+        if not given & values.keys():  # these belong together: none, where one of them is given
+            for name, value in values.items():
+                setattr(part, name, value)
+            lines.append(f"{', '.join(f'{name} {_plain(value)}' for name, value in values.items())}: {reason}")
+
+    largest = 64 if on_cpu else 224
+    image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
+    choose(
+        model,
+        f"half of the images are {side} pixels or less on their shorter side"
+        + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
+        image_size=[image_size],
+    )
+    pixels = ((model.image_size or []) * 2)[:2]  # height and width
+    tokens = 64 if on_cpu or max(pixels) <= 64 else 256
+    patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
+    patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
+    if "model" not in given:  # which has sizes of its own
+        small = on_cpu or number < 20_000
+        choose(model, f"at most {tokens} tokens", patch_size=[patch_size])
+        choose(model, "a CPU" if on_cpu else f"{number} images", **(SMALL_MODEL if small else LARGE_MODEL))
+
+    batch_size = 2 ** round(math.log2(min(max(number / 20, 16), 128 if on_cpu else 512)))
+    choose(training, f"about 20 or more steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    epochs = round(min(max(300 * (1000 / number) ** 0.5, 30), 300))
+    choose(training, f"the fewer images, the more passes; {number} images", num_train_epochs=float(epochs))
+
+    if alike and max(sides[0]) <= max(pixels):
+        choose(augmentation, "small images, all of one size", crop_padding=max(1, min(pixels) // 8))
+    else:
+        least = 0.35 if number < 20_000 else 0.2
+        choose(augmentation, "images of many sizes, or larger than the model's", random_resized_crop_scale=least)
+    if epochs >= 60:
+        choose(augmentation, f"{epochs} passes over the same images", auto_augment="trivialaugment")
+        if training.task == "image-classification":
+            choose(mixing, f"{epochs} passes over the same images", mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.5)
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+def _sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
+    """(width, height) of some of the images, and how many there are of each mode."""
+    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT]
+    images = [rows[int(row)]["image"] for row in chosen]
+    return np.array([image.size for image in images]), Counter(image.mode for image in images)
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
@@ -74,10 +152,7 @@ def _classes(splits: DatasetDict) -> list[str]:
 
 
 def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
-    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT]
-    images = [rows[int(row)]["image"] for row in chosen]
-    modes = Counter(image.mode for image in images)
-    sides = np.array([image.size for image in images])
+    sides, modes = _sizes_and_modes(rows)
     size = trainer.model.config.image_height_width
     counted = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
     (width, height), (widest, highest) = sides.min(axis=0), sides.max(axis=0)

@@ -237,14 +237,16 @@ class ViTTrainer(Trainer):
         if self._ema is not None:
             self._ema.update_parameters(self.model)
         if self.args.max_train_minutes is not None:
-            elapsed = self._seconds_before + time.perf_counter() - self._start_time
-            share = torch.tensor([elapsed / (60 * self.args.max_train_minutes)], device=self.args.device)
+            share = torch.tensor([self._minutes_trained() / self.args.max_train_minutes], device=self.args.device)
             if self.args.world_size > 1:
                 torch.distributed.broadcast(share, src=0)  # all must follow one clock
             self._progress = min(1.0, max(share.item(), self.state.global_step / self.state.max_steps))
             control.should_training_stop |= self._progress >= 1
         if self._all_agree_to_stop():
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def _minutes_trained(self, now: float | None = None) -> float:
+        return (self._seconds_before + (now or time.perf_counter()) - self._start_time) / 60
 
     def _all_agree_to_stop(self) -> bool:
         if self.args.world_size == 1:
@@ -307,11 +309,13 @@ class ViTTrainer(Trainer):
     # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add `images_per_second`, since the last such line and without evaluation and saving, to the training log."""
+        """Add the throughput since the last line, without evaluation and saving, and the minutes that all took."""
+        now = time.perf_counter()
         if "loss" in logs and self._logged_time is not None:
-            now = time.perf_counter()
             logs["images_per_second"] = round(self._images * self.args.world_size / (now - self._logged_time), 1)
             self._images, self._logged_time = 0, now
+        if self.is_in_train:
+            logs["minutes"] = round(self._minutes_trained(now), 2)
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -383,7 +387,7 @@ class ViTTrainer(Trainer):
 
     def _save_progress(self, folder: Path) -> None:
         """What the Trainer does not keep: the time spent, and the trained weights where the average is the model."""
-        seconds = self._seconds_before + time.perf_counter() - self._start_time
+        seconds = 60 * self._minutes_trained()
         averaged = 0 if self._ema is None else int(self._ema.n_averaged)
         if averaged:
             state = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}

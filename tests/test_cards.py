@@ -1,0 +1,116 @@
+"""Model cards: what the Hub reads of them, and what a person does."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from PIL import Image
+
+from hf_vit_scratch import ViTScratchConfig
+from hf_vit_scratch.cards import describe_machine, main, make_card
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.metrics import detailed_report
+
+LABELS = ["cat", "dog", "eel"]
+
+
+@pytest.fixture
+def finished_run(tmp_path):
+    """Makes the folder of a run with three test images, of which `right` were classified rightly."""
+
+    def make(name, right=2, **recipe):
+        folder = tmp_path / name
+        folder.mkdir()
+        ViTScratchConfig(image_size=[8, 16], patch_size=4, hidden_size=32, num_attention_heads=2).save_pretrained(
+            folder
+        )
+        labels = [0, 1, 2]
+        best = [label if number < right else (label + 1) % 3 for number, label in enumerate(labels)]
+        ranked = [[first, (first + 1) % 3, (first + 2) % 3] for first in best]
+        report = detailed_report(tuple(map(np.array, (ranked, [0.5] * 3, [0.7] * 3))), labels, LABELS)
+        metrics = {
+            "test_accuracy": right / 3, "test_top5_accuracy": 1.0, "test_loss": 0.7, "epoch": 3.0, "labels": LABELS,
+            "command": f"python train.py recipes/x.yaml --output_dir {folder}", **report, **describe_machine(),
+        }  # fmt: skip
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+        log = [{"step": step, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 101)]
+        log += [{"step": 100, "eval_accuracy": 0.5, "eval_loss": 0.9}, {"step": 100, "train_runtime": 12.3}]
+        (folder / "log.json").write_text(json.dumps(log))
+        recipe = {"data": "owner/animals", "hidden_size": 32, "output_dir": str(folder)} | recipe
+        (folder / "recipe.yaml").write_text(f"# a comment\n{yaml.safe_dump(recipe)}")
+        return folder
+
+    return make
+
+
+def test_metadata_are_what_the_hub_reads(finished_run, tmp_path):
+    make_card([finished_run("a")], tmp_path / "README.md", name="zoo", license="apache-2.0")
+
+    data = ModelCard.load(tmp_path / "README.md").data
+
+    assert (data.license, data.pipeline_tag, data.datasets) == (
+        "apache-2.0",
+        "image-classification",
+        ["owner/animals"],
+    )
+    assert (data.library_name, data.model_name, data.metrics) == ("transformers", "zoo", ["accuracy"])
+    (result,) = data.eval_results
+    assert (result.dataset_type, result.dataset_split, result.metric_type) == ("owner/animals", "test", "accuracy")
+    assert result.metric_value == pytest.approx(2 / 3)
+
+
+def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
+    make_card([finished_run("a")], tmp_path / "cards" / "zoo.md")
+
+    text = (tmp_path / "cards" / "zoo.md").read_text()
+
+    assert "| test accuracy | 66.7% |" in text
+    assert "| eel | 0 | 0 | 0 | 1 |" in text
+    assert "owner/animals: 3 test images, 3 classes" in text
+    assert "12 post-LN layers of width 32 with 2 heads, on images of 8x16 pixels in patches of 4x4" in text
+    assert "3.0 passes over the training images in 12 seconds" in text
+    assert "| 100 |  | 0.9 | 0.5 |  |" in text
+    assert text.count("\n| ") < 60  # of a hundred lines of log
+    assert "ore information needed" not in text.lower()
+    for picture in ("zoo_curves.png", "zoo_confusion_matrix.png"):
+        assert f"]({picture})" in text
+        with Image.open(tmp_path / "cards" / picture) as image:
+            image.verify()
+
+
+def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
+    runs = [finished_run("a", right=2), finished_run("b", right=3), finished_run("c", right=1)]
+
+    card = make_card(runs, tmp_path / "card.md")
+
+    assert "| test accuracy | 66.7% (66.7, 100.0, 33.3 with 3 seeds) |" in str(card)
+    assert card.data.eval_results[0].metric_value == pytest.approx(2 / 3)
+    assert str(card).count("python train.py") == 3
+
+
+def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+
+    card = make_card([finished_run("a", data=str(photos))], tmp_path / "card.md", data="my photographs")
+
+    assert str(tmp_path) not in str(card)
+    assert "data: photos" in str(card)
+    assert "python train.py recipes/x.yaml --output_dir a" in str(card)
+    assert "my photographs: 3 test images" in str(card)
+    assert card.data.datasets is None
+
+
+def test_folder_without_a_finished_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.json is missing: .* holds no finished run"):
+        main([str(tmp_path), "--output", str(tmp_path / "card.md")])
+
+
+def test_run_without_labels_is_refused(finished_run, tmp_path):
+    folder = finished_run("a")
+    (folder / "metrics.json").write_text('{"test_loss": 1.0}')
+
+    with pytest.raises(UserError, match="holds no run of a classifier"):
+        make_card([folder], tmp_path / "card.md")
