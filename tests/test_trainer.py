@@ -249,8 +249,8 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
 
     trainer.train()
 
-    # Looks at the clock: start 0, first step 1, log 2, evaluation 3 to 4 and its line 5, log 6. So 18 images in 1 second,
-    # then the other 6 of the 24 in 4 less 1.
+    # Looks at the clock: start 0, first step 1, log 2, evaluation 3 to 4 and its line 5, log 6. So 18 images in 1
+    # second, then the other 6 of the 24 in 4 less 1.
     rates = [logs["images_per_second"] for logs in trainer.state.log_history if "loss" in logs]
     assert rates == [18.0, 2.0]
     minutes = [logs["minutes"] for logs in trainer.state.log_history]
