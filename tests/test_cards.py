@@ -67,7 +67,7 @@ def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
     text = (tmp_path / "cards" / "zoo.md").read_text()
 
     assert "| test accuracy | 66.7% |" in text
-    assert "| eel | 0 | 0 | 0 | 1 |" in text
+    assert "| eel | 0.000 | 0.000 | 0.000 | 1 |" in text
     assert "owner/animals: 3 test images, 3 classes" in text
     assert "12 post-LN layers of width 32 with 2 heads, on images of 8x16 pixels in patches of 4x4" in text
     assert "3.0 passes over the training images in 12 seconds" in text

@@ -119,7 +119,10 @@ def make_card(
         cost=f"{report['epoch']:.1f} passes over the training images in {runtimes[-1]:.0f} seconds",
         hardware=report["hardware"],
         versions=report["versions"],
-        per_class=[(label, {k: f"{v:.3g}" for k, v in row.items()}) for label, row in report["per_class"].items()],
+        per_class=[
+            (label, {name: f"{value:.{0 if name == 'support' else 3}f}" for name, value in row.items()})
+            for label, row in report["per_class"].items()
+        ],
         command="\n".join(f"    {_without_folders(report['command'])}" for report in reports),
         recipe=_without_folders(yaml.safe_dump(recipe, sort_keys=False, default_flow_style=None).strip()),
         curves_picture=curves.name,
@@ -128,7 +131,7 @@ def make_card(
         log_rows=[[logs["step"], *(_short(logs.get(column)) for column in columns)] for logs in lines],
         one_run=len(runs) == 1,
     )
-    output.write_text(str(card), encoding="utf-8")
+    output.write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
     return card
 
 
