@@ -103,6 +103,17 @@ def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
     assert card.data.datasets is None
 
 
+@pytest.mark.parametrize(
+    ("model", "origin", "from_scratch"),
+    [("S/16", "trained from random weights", True), ("/runs/mim", "fine-tuned from `mim`", False)],
+)
+def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin, from_scratch):
+    card = make_card([finished_run("a", model=model)], tmp_path / "card.md")
+
+    assert f"A Vision Transformer, {origin} with" in str(card)
+    assert ("trained-from-scratch" in card.data.tags) == from_scratch
+
+
 def test_folder_without_a_finished_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.json is missing: .* holds no finished run"):
         main([str(tmp_path), "--output", str(tmp_path / "card.md")])

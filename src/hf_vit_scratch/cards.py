@@ -19,6 +19,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .configuration_vit_scratch import VARIANTS
 from .errors import UserError
 from .figures import plot_confusion, plot_curves
 
@@ -72,6 +73,11 @@ def make_card(
     on_the_hub = source != "digits" and not Path(source).exists()
     if data is None:
         data = source if on_the_hub else "the digits of scikit-learn" if source == "digits" else "a folder of images"
+    start = recipe.get("model", "")
+    if start and not re.fullmatch(rf"({'|'.join(VARIANTS)})/\d+", start):
+        origin, tags = f"fine-tuned from `{Path(start).name}`", ["vision", "vit"]
+    else:
+        origin, tags = "trained from random weights", ["vision", "vit", "trained-from-scratch"]
     accuracies = [100 * report["test_accuracy"] for report in reports]
     accuracy = f"{np.mean(accuracies):.1f}%"
     if len(runs) > 1:
@@ -91,7 +97,7 @@ def make_card(
             license=license,
             library_name="transformers",
             pipeline_tag="image-classification",
-            tags=["vision", "vit", "trained-from-scratch"],
+            tags=tags,
             datasets=[source] if on_the_hub else None,
             metrics=["accuracy"],
             model_name=name,
@@ -108,6 +114,7 @@ def make_card(
         ),
         template_path=str(TEMPLATE),
         model_name=name,
+        origin=origin,
         architecture=_architecture(config),
         data=data,
         num_test=sum(map(sum, report["confusion_matrix"])),
