@@ -81,11 +81,11 @@ def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
 
 
 def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
-    runs = [finished_run("a", right=2), finished_run("b", right=3), finished_run("c", right=1)]
+    runs = [finished_run("a", right=3), finished_run("b", right=2), finished_run("c", right=1)]
 
     card = make_card(runs, tmp_path / "card.md")
 
-    assert "| test accuracy | 66.7% (66.7, 100.0, 33.3 with 3 seeds) |" in str(card)
+    assert "| test accuracy | 66.7% (100.0, 66.7, 33.3 with 3 seeds) |" in str(card)
     assert card.data.eval_results[0].metric_value == pytest.approx(2 / 3)
     assert str(card).count("python train.py") == 3
 
