@@ -1,16 +1,19 @@
 """Model cards: what the Hub reads of them, and what a person does."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from PIL import Image
 
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.cards import describe_machine, main, make_card
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.figures import plot_confusion
 from hf_vit_scratch.metrics import detailed_report
 
 LABELS = ["cat", "dog", "eel"]
@@ -114,9 +117,26 @@ def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin
     assert ("trained-from-scratch" in card.data.tags) == from_scratch
 
 
-def test_folder_without_a_finished_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.json is missing: .* holds no finished run"):
+def test_folder_without_a_finished_run_is_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--output", str(tmp_path / "card.md")])
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"error: .*metrics\.json is missing: .* holds no finished run", last)
+
+
+def test_confusion_is_drawn_as_shares_of_the_true_class_by_row(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure.axes[0]))
+
+    plot_confusion([[8, 2], [0, 5]], ["cat", "dog"], tmp_path / "confusion_matrix.png")
+
+    (axes,) = drawn
+    assert axes.images[0].get_array().tolist() == [[0.8, 0.2], [0.0, 1.0]]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("true", "predicted")
+    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
+        ((0, 0), "80"), ((1, 0), "20"), ((1, 1), "100"),
+    }  # fmt: skip
 
 
 def test_run_without_labels_is_refused(finished_run, tmp_path):

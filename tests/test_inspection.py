@@ -104,9 +104,10 @@ YOUR_IMAGES = ROOT / "recipes" / "your_images.yaml"
 
 def fitted(sizes, *flags):
     """The values that are chosen for images of these (width, height), by name, and the lines that say why."""
+    different = list(dict.fromkeys(sizes))
     rows = Dataset.from_dict(
-        {"image": [Image.new("RGB", size) for size in sizes]}, features=Features({"image": datasets.Image()})
-    )
+        {"image": [Image.new("RGB", size) for size in different]}, features=Features({"image": datasets.Image()})
+    ).select([different.index(size) for size in sizes])
     args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
     lines = inspection.fit_to_images(args, rows, set(yaml.safe_load(recipe)))
     return {name: value for part in args for name, value in vars(part).items()}, lines

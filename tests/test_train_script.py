@@ -56,6 +56,7 @@ def test_run_leaves_its_results(run):
     assert matrix.trace() / 360 == pytest.approx(metrics["test_accuracy"])
     assert report["per_class"]["3"]["recall"] == pytest.approx(matrix[3, 3] / matrix[3].sum())
     assert report["command"].startswith("python train.py --hidden_size 32")
+    assert f"torch {torch.__version__.partition('+')[0]}" in report["versions"]
     text = (output_dir / "recipe.yaml").read_text()
     assert text.startswith("# python train.py --hidden_size 32")
     assert yaml.safe_load(text) | {"hidden_size": 32, "data": "digits", "learning_rate": 0.004} == yaml.safe_load(text)

@@ -182,13 +182,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", help="what the images are, where they came from a local folder")
     parser.add_argument("--license", help="identifier of the Hub, such as apache-2.0")
     args = parser.parse_args(argv)
-    make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
+    try:
+        make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
+    except UserError as error:
+        parser.error(str(error))
     print(f"{args.output} and its two pictures are written.")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f"cards: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(sys.argv[1:])
