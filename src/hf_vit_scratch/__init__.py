@@ -4,6 +4,7 @@ Importing the package registers the classes with transformers' auto classes; not
 """
 
 from transformers import (
+    AutoBackbone,
     AutoConfig,
     AutoModel,
     AutoModelForImageClassification,
@@ -12,6 +13,7 @@ from transformers import (
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .modeling_vit_scratch import (
+    ViTScratchBackbone,
     ViTScratchForImageClassification,
     ViTScratchForMaskedImageModeling,
     ViTScratchModel,
@@ -22,8 +24,10 @@ AutoConfig.register(ViTScratchConfig.model_type, ViTScratchConfig, exist_ok=True
 AutoModel.register(ViTScratchConfig, ViTScratchModel, exist_ok=True)
 AutoModelForImageClassification.register(ViTScratchConfig, ViTScratchForImageClassification, exist_ok=True)
 AutoModelForMaskedImageModeling.register(ViTScratchConfig, ViTScratchForMaskedImageModeling, exist_ok=True)
+AutoBackbone.register(ViTScratchConfig, ViTScratchBackbone, exist_ok=True)
 
 __all__ = [
+    "ViTScratchBackbone",
     "ViTScratchConfig",
     "ViTScratchForImageClassification",
     "ViTScratchForMaskedImageModeling",

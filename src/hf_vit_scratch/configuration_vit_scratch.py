@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
 
 # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size.
 # Ti, S: Touvron et al. 2021 (https://arxiv.org/abs/2012.12877), table 1; B, L, H: Dosovitskiy et al. 2021
@@ -26,7 +27,7 @@ POOLINGS = ("cls", "mean")
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 
-class ViTScratchConfig(PreTrainedConfig):
+class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     """The configuration of every `ViTScratch...` model. The defaults give ViT-B/16 at 224 pixels, BERT-style.
 
     Args:
@@ -64,6 +65,10 @@ class ViTScratchConfig(PreTrainedConfig):
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
         encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
             encoder keeps its grid, so that is the patch size: `None`, or the same number.
+        out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and
+            `"stage1"`, `"stage2"`, ..., the layers. `None` for the last one. Not a field of the class, but an argument
+            and an attribute, as in transformers.
+        out_indices: The same by number, the stem being 0.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -75,6 +80,7 @@ class ViTScratchConfig(PreTrainedConfig):
     """
 
     model_type = "vit_scratch"
+    _auto_class = "AutoConfig"  # the code is saved beside the weights, for those who have not installed it
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]  # the Trainer would gather them in an evaluation
 
     image_size: int | list[int] | tuple[int, int] = 224
@@ -107,12 +113,17 @@ class ViTScratchConfig(PreTrainedConfig):
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
         # though, is a misspelling that would otherwise be ignored in silence.
         known = [field.name for field in fields(self)] + ["num_labels", "attn_implementation"]
+        known += ["out_features", "out_indices"]
         for name in kwargs:
             match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if match and name not in known:
                 raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {match[0]!r}?")
+        stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         super().__post_init__(**kwargs)
         self.validate()
+        self._out_features = self._out_indices = None
+        if stages != {"out_features": None, "out_indices": None}:
+            self.set_output_features_output_indices(**stages)
 
     @classmethod
     def from_variant(cls, variant: str, **overrides: Any) -> Self:
@@ -169,6 +180,22 @@ class ViTScratchConfig(PreTrainedConfig):
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches: 1 with a class token, else 0."""
         return int(self.pooling == "cls" if self.use_cls_token is None else self.use_cls_token)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The names of a backbone's stages: the embeddings, and each layer."""
+        return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
+
+    # What was not chosen is the last stage, also when the number of layers changes later.
+    @BackboneConfigMixin.out_features.getter  # type: ignore[attr-defined]
+    def out_features(self) -> list[str]:
+        """The names of the stages whose feature maps a backbone gives."""
+        return self._out_features or self.stage_names[-1:]
+
+    @BackboneConfigMixin.out_indices.getter  # type: ignore[attr-defined]
+    def out_indices(self) -> list[int]:
+        """The numbers of these stages."""
+        return self._out_indices or [self.num_hidden_layers]
 
     def validate(self) -> None:
         """Check every field; called at construction, by the model, and by `save_pretrained`.

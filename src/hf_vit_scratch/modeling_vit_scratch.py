@@ -23,9 +23,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, MaskedImageModelingOutput
+from transformers.modeling_outputs import (
+    BackboneOutput,
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    MaskedImageModelingOutput,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
@@ -468,6 +474,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         torch.Size([2, 5, 192])
     """
 
+    _auto_class = "AutoModel"
     # Loading the encoder out of another model's file leaves that model's head behind; the intention, not a mistake.
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
 
@@ -592,6 +599,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         torch.Size([2, 10])
     """
 
+    _auto_class = "AutoModelForImageClassification"
     # The loss is a plain mean over the batch, so the Trainer must divide it by the number of accumulation steps. It
     # does so only for a model that does not claim to take `num_items_in_batch`, and **kwargs would claim that.
     accepts_loss_kwargs = False
@@ -686,6 +694,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         torch.Size([1, 3, 32, 32])
     """
 
+    _auto_class = "AutoModelForMaskedImageModeling"
     accepts_loss_kwargs = False  # as in the classifier
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
 
@@ -743,7 +752,52 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         )
 
 
+class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
+    """The encoder as a source of feature maps, for models that detect or segment; `config.out_features` chooses them.
+
+    Example:
+        >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, out_features=["stage6", "stage12"])
+        >>> [tuple(maps.shape) for maps in ViTScratchBackbone(config)(torch.zeros(1, 3, 32, 64)).feature_maps]
+        [(1, 192, 2, 4), (1, 192, 2, 4)]
+    """
+
+    _auto_class = "AutoBackbone"
+
+    def __init__(self, config: ViTScratchConfig):
+        config.set_output_features_output_indices(config.out_features, None)  # a choice from here on
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * len(config.stage_names)
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
+        """The patch tokens after each of the chosen stages, as maps.
+
+        Each passes the final LayerNorm, as in DINOv2's backbone: the last stage's map is `last_hidden_state`.
+
+        Args:
+            pixel_values: (B, C, height, width), normalised by the image processor.
+            kwargs: Any further argument of `ViTScratchModel.forward`.
+
+        Raises:
+            TypeError: The pixels are not floating point.
+            ValueError: The pixels or a mask have the wrong shape.
+        """
+        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)
+        grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
+        feature_maps = []
+        for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):
+            if stage in self.out_features:
+                normed = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)
+                patches = normed[:, self.config.num_prefix_tokens :]
+                feature_maps.append(patches.transpose(1, 2).unflatten(2, grid))  # (B, D, rows, cols)
+        return BackboneOutput(
+            feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 __all__ = [
+    "ViTScratchBackbone",
     "ViTScratchForImageClassification",
     "ViTScratchForMaskedImageModeling",
     "ViTScratchModel",

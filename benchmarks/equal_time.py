@@ -1,0 +1,240 @@
+"""Choices of architecture, and of pretraining without labels, compared at equal computing time on CIFAR-10.
+
+    python benchmarks/equal_time.py architecture --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/architecture
+    python benchmarks/equal_time.py pretraining --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/pretraining
+
+Each trial is `train.py` with the model and rates of `recipes/cifar10_cpu.yaml` for a number of steps. The time of a
+step is measured first, all choices in turn, round by round; a choice whose step costs more gets fewer steps. So trials
+on a machine that is not idle stay comparable, and seeds can run as several processes with one output folder.
+
+architecture: one thing is changed in the recipe's model; the accuracy is that of the validation split.
+pretraining: from random weights, against half of the time on masked images of the whole training split and the rest
+on the labelled ones; with 1%, 10% and 100% of the labels. Nothing is chosen by it; the accuracy is that of the test
+split.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import yaml
+from datasets import Dataset, concatenate_datasets
+from torch import nn
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.data import load_splits
+from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
+from hf_vit_scratch.optimization import MuonWithAdamW, parameter_groups
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import train  # noqa: E402  # it lies beside the package, not in it
+
+RECIPE = yaml.safe_load((ROOT / "recipes" / "cifar10_cpu.yaml").read_text(encoding="utf-8"))
+BATCH, SIZES = RECIPE["per_device_train_batch_size"], (RECIPE["initial_image_size"], RECIPE["image_size"])
+
+
+def add_layer_scale(model: ViTScratchForImageClassification) -> None:
+    """Scale each branch by channel, first by 0.1 (Touvron et al. 2021, https://arxiv.org/abs/2103.17239, eq. 4)."""
+    for layer in cast(Iterable[ViTScratchLayer], model.vit.layers):
+        for linear in (layer.attention.o_proj, layer.mlp.fc2):
+            linear.layer_scale = nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
+            linear.register_forward_hook(lambda module, _, branch: branch * module.layer_scale)
+
+
+def zero_residual_outputs(model: ViTScratchForImageClassification) -> None:
+    """Let each residual branch begin as zero (Zhang et al. 2019, https://arxiv.org/abs/1901.09321)."""
+    for layer in cast(Iterable[ViTScratchLayer], model.vit.layers):
+        nn.init.zeros_(layer.attention.o_proj.weight)
+        nn.init.zeros_(layer.mlp.fc2.weight)
+
+
+class FourPrefixTokens(ViTScratchConfig):
+    """A configuration of a model with four tokens before the patches."""
+
+    num_prefix_tokens = 4
+
+
+def add_registers(model: ViTScratchForImageClassification) -> None:
+    """Four tokens that take part in attention only (Darcet et al. 2023, https://arxiv.org/abs/2309.16588)."""
+    embeddings, hidden_size = model.vit.embeddings, model.config.hidden_size
+    model.config.__class__ = FourPrefixTokens
+    embeddings.cls_token = nn.Parameter(torch.randn(1, 4, hidden_size) * 0.02)
+    embeddings.position_embeddings = nn.Parameter(
+        torch.cat((torch.zeros(1, 4, hidden_size), embeddings.position_embeddings.data), dim=1)
+    )
+
+
+Change = Callable[[ViTScratchForImageClassification], None]
+ARCHITECTURES: dict[str, tuple[dict[str, Any], Change | None]] = {
+    "the recipe": ({}, None),
+    "learned positions alone": ({"position_embedding_type": "learned"}, None),
+    "no QK-norm": ({"qk_norm": False}, None),
+    "class token instead of the mean": ({"pooling": "cls"}, None),
+    "zero-initialised residual outputs": ({}, zero_residual_outputs),
+    "LayerScale": ({}, add_layer_scale),
+    "four register tokens": ({}, add_registers),
+}
+
+
+@contextlib.contextmanager
+def changed(change: Change | None) -> Iterator[None]:
+    """Let every classifier of `train.py` be built with a change."""
+
+    class Changed(ViTScratchForImageClassification):
+        def __init__(self, config: ViTScratchConfig):
+            super().__init__(config)
+            if change is not None:
+                change(self)
+
+    with mock.patch.object(train, "ViTScratchForImageClassification", Changed):
+        yield
+
+
+def build(fields: dict[str, Any], masked: bool = False) -> ViTScratchPreTrainedModel:
+    """The model that `train.py` makes of the recipe and these fields."""
+    names = {field for field in RECIPE if hasattr(ViTScratchConfig, field)}
+    config = ViTScratchConfig(**{name: RECIPE[name] for name in names} | fields | {"num_labels": 10})
+    config._attn_implementation = RECIPE["attn_implementation"]
+    return ViTScratchForMaskedImageModeling(config) if masked else train.ViTScratchForImageClassification(config)
+
+
+def stepper(model: ViTScratchPreTrainedModel, masked: bool = False) -> Callable[[int], float]:
+    """A function that takes one step on random images of a size and returns its seconds."""
+    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
+    optimizer = MuonWithAdamW(groups, lr=1e-3, fused=True)
+
+    def step(size: int) -> float:
+        images = torch.randn(BATCH, 3, size, size)
+        tokens = (size // RECIPE["patch_size"]) ** 2
+        target = (
+            {"bool_masked_pos": torch.rand(BATCH, tokens) < 0.6} if masked else {"labels": torch.zeros(BATCH).long()}
+        )
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(images, **target).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return step
+
+
+def relative_costs(steppers: dict[str, Callable[[int], float]], first: float, rounds: int = 15) -> dict[str, float]:
+    """The time of a mean step beside that of the first choice: `first` of the steps are on the smaller images."""
+    seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in SIZES} for name in steppers}
+    for _ in range(rounds):
+        for name, step in steppers.items():
+            for size in SIZES:
+                seconds[name][size].append(step(size))
+    small, large = SIZES
+    costs = {
+        name: first * statistics.median(of[small][2:]) + (1 - first) * statistics.median(of[large][2:])
+        for name, of in seconds.items()
+    }
+    return {name: cost / next(iter(costs.values())) for name, cost in costs.items()}
+
+
+def trial(output_dir: Path, data: str, steps: int, **flags: Any) -> dict[str, float]:
+    """One run of `train.py`; None as a value takes a flag of the recipe away."""
+    decay = {"num_decay_steps": round(0.7 * steps), "decay_type": "linear"}
+    recipe = RECIPE | {
+        "max_train_minutes": None, "max_steps": steps, "lr_scheduler_kwargs": decay, "data": data,
+        "eval_strategy": "steps", "eval_steps": steps, "save_strategy": "no", "output_dir": str(output_dir), **flags,
+    }  # fmt: skip
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    path = output_dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({name: value for name, value in recipe.items() if value is not None}))
+    metrics = train.main([str(path)])
+    log = json.loads((output_dir / "log.json").read_text())
+    return {
+        "test": metrics.get("test_accuracy"),
+        "validation": [logs.get("eval_accuracy") for logs in log if "eval_loss" in logs][-1],
+    }
+
+
+def write_data(args: argparse.Namespace, name: str, choose: Callable[[Dataset], Dataset], test: int = 10_000) -> str:
+    """A folder of parquet with chosen training images and the first test images; each is written once."""
+    folder: Path = args.output_dir / name
+    if not folder.exists():
+        splits = load_splits(args.data)
+        folder.mkdir()
+        choose(concatenate_datasets([splits["train"], splits["validation"]])).to_parquet(folder / "train.parquet")
+        splits["test"].select(range(test)).to_parquet(folder / "test.parquet")
+    return str(folder)
+
+
+def share_of_rows(rows: Dataset, percent: int, seed: int) -> Dataset:
+    """A random share of each class."""
+    if percent == 100:
+        return rows
+    return rows.train_test_split(train_size=percent / 100, stratify_by_column="label", seed=seed)["train"]
+
+
+def compare_architectures(args: argparse.Namespace, record: Callable[..., None]) -> None:
+    """Each choice with each seed."""
+    costs = args.output_dir / "costs.json"
+    if not costs.exists():
+        steppers = {}
+        for name, (fields, change) in ARCHITECTURES.items():
+            with changed(change):
+                steppers[name] = stepper(build(fields))
+        costs.write_text(json.dumps(relative_costs(steppers, RECIPE["initial_image_size_fraction"]), indent=1))
+    relative = json.loads(costs.read_text())
+    data = write_data(args, "data", lambda rows: rows, test=500)  # it is not looked at
+    for seed in args.seeds:
+        for name, (fields, change) in ARCHITECTURES.items():
+            steps = round(args.steps / relative[name])
+            with changed(change):
+                folder = args.output_dir / f"{name.replace(' ', '-')}-{seed}"
+                record(choice=name, seed=seed, steps=steps, **trial(folder, data, steps, seed=seed, **fields))
+
+
+def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -> None:
+    """Each share of the labels with each seed."""
+    size = {"initial_image_size": None, "initial_image_size_fraction": None, "image_size": SIZES[0]}
+    for seed in args.seeds:
+        pretrained = args.output_dir / f"pretrained-{seed}"
+        trial(
+            pretrained, args.data, args.steps // 2, seed=seed, task="masked-image-modeling", mask_ratio=0.6,
+            label_smoothing_factor=None, pooling=RECIPE["pooling"], **size,
+        )  # fmt: skip
+        for percent in (1, 10, 100):
+            data = write_data(args, f"data-{percent}-{seed}", partial(share_of_rows, percent=percent, seed=seed))
+            for start, steps in ((None, args.steps), (str(pretrained), args.steps - args.steps // 2)):
+                folder = args.output_dir / f"{'pretrained' if start else 'random'}-{percent}-{seed}"
+                results = trial(folder, data, steps, seed=seed, model=start, **size)
+                record(choice="pretrained" if start else "random", percent=percent, seed=seed, steps=steps, **results)
+
+
+def main() -> None:
+    """Run the trials, and add each one's result to `trials.jsonl`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["architecture", "pretraining"])
+    parser.add_argument("--data", default=RECIPE["data"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    def record(**result: Any) -> None:
+        with (args.output_dir / "trials.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+    (compare_architectures if args.what == "architecture" else compare_pretraining)(args, record)
+
+
+if __name__ == "__main__":
+    main()
