@@ -37,7 +37,7 @@ from hf_vit_scratch.arguments import (
     stage_arguments,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
-from hf_vit_scratch.cards import describe_machine, make_card
+from hf_vit_scratch.cards import describe_machine
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
 from hf_vit_scratch.figures import plot_curves
@@ -166,7 +166,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     trainer.log_metrics("test", outputs.metrics)
     metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
     if trainer.is_world_process_zero():
-        report = {**metrics, "command": command, **describe_machine()}
+        on_the_hub = data_args.data != "digits" and not Path(data_args.data).exists()
+        report = {**metrics, "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
         if isinstance(test_dataset, MaskedImageDataset):
             plot_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         else:
@@ -176,9 +177,10 @@ def main(argv: list[str]) -> dict[str, Any]:
         (output_dir / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1) + "\n", encoding="utf-8")
         if masked:
             plot_curves(trainer.state.log_history, output_dir / "curves.png")
-        else:
-            make_card([output_dir], output_dir / "README.md")
+        trainer.create_model_card()
         logger.info("The model, its recipe, metrics, log and pictures are in %s", output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()  # with the results
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
 

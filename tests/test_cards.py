@@ -23,7 +23,7 @@ LABELS = ["cat", "dog", "eel"]
 def finished_run(tmp_path):
     """Makes the folder of a run with three test images, of which `right` were classified rightly."""
 
-    def make(name, right=2, **recipe):
+    def make(name, right=2, data_is_on_the_hub=True, **recipe):
         folder = tmp_path / name
         folder.mkdir()
         ViTScratchConfig(image_size=[8, 16], patch_size=4, hidden_size=32, num_attention_heads=2).save_pretrained(
@@ -35,6 +35,7 @@ def finished_run(tmp_path):
         report = detailed_report(tuple(map(np.array, (ranked, [0.5] * 3, [0.7] * 3))), labels, LABELS)
         metrics = {
             "test_accuracy": right / 3, "test_top5_accuracy": 1.0, "test_loss": 0.7, "epoch": 3.0, "labels": LABELS,
+            "data_is_on_the_hub": data_is_on_the_hub,
             "command": f"python train.py recipes/x.yaml --output_dir {folder}", **report, **describe_machine(),
         }  # fmt: skip
         (folder / "metrics.json").write_text(json.dumps(metrics))
@@ -94,10 +95,9 @@ def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
 
 
 def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
-    photos = tmp_path / "photos"
-    photos.mkdir()
+    run = finished_run("a", data=str(tmp_path / "photos"), data_is_on_the_hub=False)
 
-    card = make_card([finished_run("a", data=str(photos))], tmp_path / "card.md", data="my photographs")
+    card = make_card([run], tmp_path / "card.md", data="my photographs")
 
     assert str(tmp_path) not in str(card)
     assert "data: photos" in str(card)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from test_train_script import ROOT, SMALL, train
 from test_trainer import make_trainer
 
+from hf_vit_scratch.arguments import STAGING
 from hf_vit_scratch.errors import UserError
 
 
@@ -89,11 +90,11 @@ def test_best_and_last_lead_to_their_checkpoints(tmp_path):
 
 def test_run_killed_before_its_first_checkpoint_can_start_again(tmp_path):
     (tmp_path / "recipe.yaml").write_text("# python train.py\n")
-    (tmp_path / ".incomplete" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / STAGING / "checkpoint-3").mkdir(parents=True)
     argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
 
     assert train.main([*argv, "--output_dir", str(tmp_path)])["epoch"] == pytest.approx(2 / 11)
-    assert not (tmp_path / ".incomplete").exists()
+    assert not (tmp_path / STAGING).exists()
 
 
 def test_resuming_with_another_recipe_names_what_differs(tmp_path):

@@ -174,6 +174,7 @@ class ViTTrainingArguments(TrainingArguments):
     max_train_minutes: float | None = _flag(
         None, "Minutes to train, if the epochs do not end before; the schedule follows."
     )
+    license: str | None = _flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
         if self.remove_unused_columns:
@@ -346,7 +347,8 @@ def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> di
     return given
 
 
-STAGING = ".incomplete"  # folder, within that of the run, of a checkpoint that is being written
+# Folder, within that of the run, of a checkpoint that is being written. The Trainer pushes nothing with such a name.
+STAGING = "_incomplete"
 
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {

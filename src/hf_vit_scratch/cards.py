@@ -18,12 +18,15 @@ import numpy as np
 import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
 
 from .configuration_vit_scratch import VARIANTS
 from .errors import UserError
 from .figures import plot_confusion, plot_curves
+from .modeling_vit_scratch import ViTScratchForImageClassification
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
+SHORT_TEMPLATE = Path(__file__).with_name("short_card_template.md")  # of a run without results
 LOGGED = ("epoch", "minutes", "loss", "eval_loss", "eval_accuracy", "learning_rate", "images_per_second")
 LOG_ROWS = 20
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
@@ -70,7 +73,7 @@ def make_card(
     report, config, log = reports[0], _read(runs[0] / "config.json"), _read(runs[0] / "log.json")
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     name, source = name or runs[0].resolve().name, recipe.get("data", "digits")
-    on_the_hub = source != "digits" and not Path(source).exists()
+    on_the_hub = report["data_is_on_the_hub"]
     if data is None:
         data = source if on_the_hub else "the digits of scikit-learn" if source == "digits" else "a folder of images"
     start = recipe.get("model", "")
@@ -137,6 +140,37 @@ def make_card(
         log_columns=columns,
         log_rows=[[logs["step"], *(_short(logs.get(column)) for column in columns)] for logs in lines],
         one_run=len(runs) == 1,
+    )
+    output.write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
+    return card
+
+
+def make_short_card(
+    model: PreTrainedModel, output: Path, *, name: str, status: str, license: str | None = None
+) -> ModelCard:
+    """Write the card of a model that has no results on a test split: while it is trained, or of an encoder.
+
+    Args:
+        model: A model of ours.
+        output: The Markdown file to write.
+        name: Of the model.
+        status: One sentence on its training.
+        license: An identifier of the Hub.
+    """
+    config, classifies = model.config, isinstance(model, ViTScratchForImageClassification)
+    card = ModelCard.from_template(
+        ModelCardData(
+            license=license,
+            library_name="transformers",
+            pipeline_tag="image-classification" if classifies else "image-feature-extraction",
+            tags=["vision", "vit"],
+            model_name=name,
+        ),
+        template_path=str(SHORT_TEMPLATE),
+        model_name=name,
+        architecture=_architecture(config.to_dict()),
+        status=status,
+        auto_class="AutoModelForImageClassification" if classifies else "AutoModel",
     )
     output.write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
     return card

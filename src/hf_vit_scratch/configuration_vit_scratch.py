@@ -5,8 +5,11 @@ Field names follow transformers' `ViTConfig`; `norm_first` is torch's word (`tor
 
 import difflib
 import math
+import os
 import re
+import shutil
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
@@ -24,6 +27,14 @@ VARIANTS = {
 }
 POSITION_EMBEDDING_TYPES = ("learned", "sincos2d", "rope2d")
 POOLINGS = ("cls", "mean")
+# What the code that is saved beside weights holds for transformers' auto classes.
+AUTO_MAP = {
+    "AutoConfig": "configuration_vit_scratch.ViTScratchConfig",
+    "AutoModel": "modeling_vit_scratch.ViTScratchModel",
+    "AutoModelForImageClassification": "modeling_vit_scratch.ViTScratchForImageClassification",
+    "AutoModelForMaskedImageModeling": "modeling_vit_scratch.ViTScratchForMaskedImageModeling",
+    "AutoBackbone": "modeling_vit_scratch.ViTScratchBackbone",
+}
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 
@@ -80,7 +91,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     """
 
     model_type = "vit_scratch"
-    _auto_class = "AutoConfig"  # the code is saved beside the weights, for those who have not installed it
+    _auto_class = "AutoConfig"  # so this file is saved with a configuration
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]  # the Trainer would gather them in an evaluation
 
     image_size: int | list[int] | tuple[int, int] = 224
@@ -159,6 +170,23 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 **overrides,
             }
         )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save the configuration, as every model does with its own, and the code, for those who lack this package.
+
+        Saved models then load with `trust_remote_code=True`; where the package is imported, without.
+
+        Args:
+            save_directory: The folder; it is made.
+            push_to_hub: Whether to upload it too.
+            kwargs: As in transformers.
+        """
+        # Not by the models' `_auto_class`: it writes the entry of one class only, and of a model that is wrapped by
+        # FSDP transformers would save the code of the wrapper.
+        self.auto_map = dict(AUTO_MAP)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).with_name("modeling_vit_scratch.py"), save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @property
     def image_height_width(self) -> tuple[int, int]:

@@ -13,10 +13,14 @@ H attention heads, K = D // H, L num_labels.
 
 import copy
 import math
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
@@ -34,12 +38,23 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import IMAGE_PROCESSOR_NAME, TransformersKwargs, cached_file, logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vit_scratch import ViTScratchConfig
 
 logger = logging.get_logger(__name__)
+
+CARD = """---
+{metadata}
+---
+
+# {repo_id}
+
+A Vision Transformer of `hf_vit_scratch`. It loads with
+`AutoModel.from_pretrained("{repo_id}", trust_remote_code=True)`, or after
+`import hf_vit_scratch` without that argument.
+"""
 
 
 def eager_attention_forward(
@@ -433,6 +448,24 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         model.set_image_size(wanted_size)
         return loaded
 
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a push complete: `push_to_hub` calls this with the folder that it will upload.
+
+        The image processor is that of the folder or repository from which the model was loaded; one that was made in
+        memory has none. The stock card, which asks for more information in every section, becomes a short one.
+        """
+        folder = Path(working_dir)
+        source = self.config.name_or_path and cached_file(
+            self.config.name_or_path, IMAGE_PROCESSOR_NAME, _raise_exceptions_for_missing_entries=False
+        )
+        if source and not (folder / IMAGE_PROCESSOR_NAME).exists():
+            shutil.copy(source, folder / IMAGE_PROCESSOR_NAME)
+        card = folder / "README.md"
+        if card.is_file() and "[More Information Needed]" in card.read_text(encoding="utf-8"):
+            data = ModelCardData(library_name="transformers", tags=["vision", "vit"])
+            card.write_text(CARD.format(metadata=data.to_yaml(), repo_id=repo_id), encoding="utf-8")
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
         """Make the model one for another image size, in place: its configuration and its resampled positions.
@@ -474,7 +507,6 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         torch.Size([2, 5, 192])
     """
 
-    _auto_class = "AutoModel"
     # Loading the encoder out of another model's file leaves that model's head behind; the intention, not a mistake.
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
 
@@ -599,7 +631,6 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         torch.Size([2, 10])
     """
 
-    _auto_class = "AutoModelForImageClassification"
     # The loss is a plain mean over the batch, so the Trainer must divide it by the number of accumulation steps. It
     # does so only for a model that does not claim to take `num_items_in_batch`, and **kwargs would claim that.
     accepts_loss_kwargs = False
@@ -694,7 +725,6 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         torch.Size([1, 3, 32, 32])
     """
 
-    _auto_class = "AutoModelForMaskedImageModeling"
     accepts_loss_kwargs = False  # as in the classifier
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
 
@@ -760,8 +790,6 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
         >>> [tuple(maps.shape) for maps in ViTScratchBackbone(config)(torch.zeros(1, 3, 32, 64)).feature_maps]
         [(1, 192, 2, 4), (1, 192, 2, 4)]
     """
-
-    _auto_class = "AutoBackbone"
 
     def __init__(self, config: ViTScratchConfig):
         config.set_output_features_output_indices(config.out_features, None)  # a choice from here on

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.training_args import OptimizerNames
 
 from .arguments import STAGING, ViTTrainingArguments
+from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
@@ -353,6 +354,8 @@ class ViTTrainer(Trainer):
                     self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
                     self._publish(staged, final)
                 self.accelerator.wait_for_everyone()
+                if self.args.push_to_hub:
+                    self._push_from_checkpoint(str(final))
         except (OSError, RuntimeError) as error:
             self._staging = False
             if not isinstance(error, OSError) and "No space left" not in str(error):
@@ -365,6 +368,43 @@ class ViTTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, STAGING) if self._staging else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint, once it has its name; with the model's code, which the stock Trainer leaves out."""
+        if self._staging:  # asked by `super()._save_checkpoint`
+            return
+        if self.is_world_process_zero():
+            output_dir = Path(self.args.output_dir)
+            for code in Path(checkpoint_folder).glob("*.py"):
+                shutil.copy(code, output_dir)
+            if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
+                self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(
+        self, *args: Any, license: str | None = None, model_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """Write the card of `hf_vit_scratch.cards` where the stock Trainer would write its own.
+
+        Args:
+            license: An identifier of the Hub; by default that of the arguments.
+            model_name: By default the name of the run's folder.
+            *args: Of the stock Trainer's; not used, as the run itself says what they would.
+            **kwargs: The same.
+        """
+        if not self.is_world_process_zero():
+            return
+        output_dir, license = Path(self.args.output_dir), license or self.args.license
+        name = model_name or output_dir.resolve().name
+        if self.args.task == "image-classification" and (output_dir / "metrics.json").is_file():
+            make_card([output_dir], output_dir / "README.md", name=name, license=license)
+            return
+        status = "It was not tested."
+        if self.is_in_train:
+            status = "Its training goes on: these weights are not the last ones."
+        elif self.args.task == "masked-image-modeling":
+            status = "It was trained without labels, to paint what was masked; it is a start for other training."
+        make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license)
 
     def _publish(self, staged: Path, final: Path) -> None:
         if final.exists():  # of an earlier attempt at the same step
