@@ -228,7 +228,7 @@ class ViTScratchEmbeddings(nn.Module):
                 )
             embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
         if self.cls_token is not None:
-            embeddings = torch.cat((self.cls_token.expand(len(embeddings), -1, -1), embeddings), dim=1)
+            embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
         embeddings = embeddings + resample_positions(self.position_embeddings, self.config.grid_size, grid)
         return self.dropout(self.layernorm(embeddings))
 
@@ -317,7 +317,7 @@ class ViTScratchDropPath(nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return branch
         keep_prob = 1 - self.drop_prob
-        return branch * branch.new_empty(len(branch), 1, 1).bernoulli_(keep_prob) / keep_prob
+        return branch * branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep_prob) / keep_prob
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob:.3f}"

@@ -1,0 +1,229 @@
+"""The tools that people use next, each as the README shows it."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import trackio
+from onnxruntime.quantization import quantize_dynamic
+from optuna.samplers import GridSampler
+from peft import LoraConfig, PeftModel, get_peft_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._dynamo.testing import CompileCounterWithBackend
+from trackio.sqlite_storage import SQLiteStorage
+from transformers import AutoModelForImageClassification, ViTImageProcessor
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.arguments import ViTTrainingArguments
+from hf_vit_scratch.data import ImageClassificationDataset, load_splits
+from hf_vit_scratch.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.trainer import ViTTrainer
+from tests.helpers import TINY, randomise_
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+
+STYLES = {
+    "post-LN": {},
+    "pre-LN": {"norm_first": True, "pooling": "mean", "position_embedding_type": "rope2d", "qk_norm": True},
+}
+ONE_LAYER = TINY | {"num_hidden_layers": 1}  # compiling and exporting take their time by layer
+SIZES = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48}  # fmt: skip
+
+
+@pytest.fixture(params=STYLES)
+def model(request):
+    config = ViTScratchConfig(**ONE_LAYER, **STYLES[request.param])
+    return randomise_(ViTScratchForImageClassification(config).eval(), std=0.2)
+
+
+@pytest.fixture
+def digits():
+    """The training and validation images of the digits."""
+    splits = load_splits("digits")
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
+    return tuple(ImageClassificationDataset(splits[name], processor) for name in ("train", "validation"))
+
+
+def arguments(folder, **more):
+    return ViTTrainingArguments(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=32, eval_strategy="no", save_strategy="no",
+        load_best_model_at_end=False, disable_tqdm=True, **more,
+    )  # fmt: skip
+
+
+def test_lora_trains_saves_and_merges(digits, tmp_path):
+    base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    before = {name: parameter.clone() for name, parameter in base.named_parameters()}
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
+
+    args = arguments(tmp_path / "run", max_steps=40, logging_steps=10, learning_rate=1e-2)
+    trainer = ViTTrainer(model=model, args=args, train_dataset=digits[0], compute_metrics=compute_metrics)
+    trainer.train()
+    model.save_pretrained(tmp_path / "adapter")
+
+    losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    trained = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    pixel_values = torch.randn(2, 3, 8, 8)
+    expected = model.eval()(pixel_values).logits
+    fresh = ViTScratchForImageClassification(base.config)
+    fresh.load_state_dict(before)
+    merged = PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().eval()
+    assert losses[-1] < losses[0]
+    assert trained == {"lora_A", "lora_B", "modules_to_save"}
+    assert isinstance(merged, ViTScratchForImageClassification)
+    torch.testing.assert_close(merged(pixel_values).logits, expected, rtol=0, atol=1e-5)
+    assert not torch.equal(
+        merged.vit.layers[0].attention.q_proj.weight, before["vit.layers.0.attention.q_proj.weight"]
+    )
+    assert torch.equal(merged.vit.layers[0].attention.k_proj.weight, before["vit.layers.0.attention.k_proj.weight"])
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_compiled_model_is_one_graph_for_every_batch_and_equals_the_model(model, training):
+    model.train(training)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)  # a graph break would raise
+
+    counts = []
+    for batch in (2, 3, 5):
+        pixel_values, labels = torch.randn(batch, 3, 16, 24), torch.arange(batch)
+        outputs, expected = compiled(pixel_values, labels=labels), model(pixel_values, labels=labels)
+        counts.append(counter.frame_count)
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-5)
+        if training:
+            gradients = torch.autograd.grad(outputs.loss, list(model.parameters()))
+            for gradient, other in zip(
+                gradients, torch.autograd.grad(expected.loss, list(model.parameters())), strict=True
+            ):
+                torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+
+    assert counts[0] > 0
+    assert len(set(counts)) == 1  # another batch compiles nothing
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Models and the files of their graphs, exported at one batch and image size."""
+    torch.manual_seed(0)
+    exported = {}
+    for name, style in STYLES.items():
+        config = ViTScratchConfig(**ONE_LAYER, **style)
+        model = randomise_(ViTScratchForImageClassification(config).eval(), std=0.2)
+        inputs = {"pixel_values": torch.randn(2, 3, 20, 32)}
+        shapes = {"pixel_values": {axis: torch.export.Dim.DYNAMIC for axis in (0, 2, 3)}}
+        graph = OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=shapes))
+        path = tmp_path_factory.mktemp("exported") / "model.onnx"
+        # Before transformers 5.23 the program itself was returned.
+        graph.save_pretrained(path.parent) if hasattr(graph, "save_pretrained") else graph.save(path)
+        exported[name] = model, path
+    return exported
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("shape", [(1, 3, 16, 24), (3, 3, 20, 32), (5, 3, 4, 8)], ids=str)
+def test_onnx_runtime_equals_the_model_at_other_batches_and_sizes(exported, style, shape):
+    model, path = exported[style]
+    pixel_values = torch.randn(shape)
+
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"pixel_values": pixel_values.numpy()})
+
+    with torch.no_grad():
+        expected = model(pixel_values).logits.numpy()
+    assert np.abs(logits - expected).max() < 1e-4 < np.abs(expected).max()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_dynamic_int8_is_smaller_and_near(exported, style, tmp_path):
+    model, path = exported[style]
+    quantize_dynamic(path, tmp_path / "int8.onnx")
+    pixel_values = torch.randn(4, 3, 16, 24)
+
+    (logits,) = onnxruntime.InferenceSession(tmp_path / "int8.onnx").run(None, {"pixel_values": pixel_values.numpy()})
+
+    with torch.no_grad():
+        expected = model(pixel_values).logits.numpy()
+    assert 0 < np.abs(logits - expected).max() < 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("options", [{"device_map": "cpu"}, {"device_map": "auto"}], ids=str)
+def test_device_map_places_the_whole_model(model, tmp_path, options):
+    model.save_pretrained(tmp_path)
+
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path, **options)
+
+    pixel_values = torch.randn(2, 3, 16, 24)
+    assert torch.equal(loaded(pixel_values.to(loaded.device)).logits.cpu(), model(pixel_values).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_loaded_as_asked_and_as_saved(model, tmp_path, dtype):
+    pixel_values = torch.randn(2, 3, 16, 24)
+    model.save_pretrained(tmp_path / "full")
+    half = AutoModelForImageClassification.from_pretrained(tmp_path / "full", dtype=dtype)
+    half.save_pretrained(tmp_path / "half")
+
+    as_saved = AutoModelForImageClassification.from_pretrained(tmp_path / "half", dtype="auto")
+
+    assert {parameter.dtype for parameter in as_saved.parameters()} == {dtype}
+    assert torch.equal(as_saved(pixel_values).logits, half(pixel_values).logits)
+    expected = model(pixel_values).logits
+    atol = 0.02 * expected.abs().max().item()
+    torch.testing.assert_close(half(pixel_values).logits.float(), expected, rtol=0, atol=atol)
+
+
+def logged_losses(folder, reporter):
+    """Train for four steps; the losses of the run's own log."""
+    argv = ["--hidden_size", "16", "--num_hidden_layers", "1", "--use_cpu", "true", "--disable_tqdm", "true"]
+    train.main([*argv, "--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "no", "--save_strategy", "no",
+                "--load_best_model_at_end", "false", "--report_to", reporter, "--project", "digits",
+                "--output_dir", str(folder)])  # fmt: skip
+    return [logs["loss"] for logs in json.loads((folder / "log.json").read_text()) if "loss" in logs]
+
+
+def test_tensorboard_gets_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+
+    losses = logged_losses(tmp_path / "run", "tensorboard")
+
+    (events,) = (tmp_path / "board").rglob("events.out.tfevents.*")
+    board = EventAccumulator(str(events)).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [2, 4]
+    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses)
+    assert "train/images_per_second" in board.Tags()["scalars"]
+
+
+def test_trackio_gets_the_log(tmp_path):
+    losses = logged_losses(tmp_path / "run", "trackio")
+
+    runs = [SQLiteStorage.get_logs("digits", run.name) for run in trackio.Api().runs("digits")]
+    assert losses in [[row["train/loss"] for row in rows if "train/loss" in row] for rows in runs]
+
+
+def test_hyperparameters_are_searched_by_the_trainers_own_call(digits, tmp_path):
+    trainer = ViTTrainer(
+        model_init=lambda trial: ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10)),
+        args=arguments(tmp_path, max_steps=40),
+        train_dataset=digits[0],
+        eval_dataset=digits[1],
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=summarise_logits,
+    )
+
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 3e-3])},
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        n_trials=2,
+        backend="optuna",
+        sampler=GridSampler({"learning_rate": [1e-9, 3e-3]}),
+    )
+
+    assert best.hyperparameters == {"learning_rate": 3e-3}
