@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers import TINY, assert_equal, randomise_
 from transformers import AutoBackbone
 
 from hf_vit_scratch import ViTScratchBackbone, ViTScratchConfig, ViTScratchForImageClassification
-from tests.helpers import TINY, assert_equal, randomise_
 
 SIZES = TINY | {"num_hidden_layers": 3}  # images of 16x24 pixels in patches of 4x8
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hub_server import running_hub
 from huggingface_hub import ModelCard
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import AutoModelForMaskedImageModeling, pipeline
 
-from tests.hub_server import running_hub
+import hf_vit_scratch  # noqa: F401  # registers the model
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")
@@ -25,7 +26,8 @@ COMPLETE = {
 }  # fmt: skip
 
 PUSH = """
-import sys
+import subprocess, sys
+from pathlib import Path
 from transformers import AutoModelForImageClassification, AutoModelForMaskedImageModeling, pipeline
 import train
 from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
@@ -44,6 +46,8 @@ AutoModelForImageClassification.from_pretrained(f"{folder}/end").push_to_hub("te
 AutoModelForMaskedImageModeling.from_pretrained(f"{folder}/encoder").save_pretrained(
     f"{folder}/saved", push_to_hub=True, repo_id="tester/saved")
 ViTScratchModel(ViTScratchConfig.from_variant("Ti/16", image_size=32, num_hidden_layers=1)).push_to_hub("tester/new")
+hf = str(Path(sys.executable).with_name("hf"))  # as in the README
+subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "checkpoint-*/*"], check=True)
 
 # With the package, everything loads without trust_remote_code.
 names = ("tester/end", f"{folder}/end")
@@ -188,10 +192,10 @@ def test_every_commit_loads_without_the_package(pushed, loaded):
     assert all(outputs["backbone"] in ([16], [192]) for outputs in loaded.values())
 
 
-@pytest.mark.parametrize("repo", [*STRATEGIES, "model"])
+@pytest.mark.parametrize("repo", [*STRATEGIES, "model", "uploaded"])
 def test_without_the_package_the_predictions_are_the_same(pushed, loaded, photograph, repo):
     commits, folder, _ = pushed
-    local = str(folder / ("end" if repo == "model" else repo))
+    local = str(folder / (repo if repo in STRATEGIES else "end"))
     last = f"tester/{repo}@{commits[f'tester/{repo}'][-1][0]}"
 
     scores = pipeline("image-classification", model=local, top_k=10)(photograph)

@@ -21,6 +21,7 @@ LAYERS = {
     "arguments": 2,
     "masking": 3,
     "streaming": 3,
+    "predict": 3,
     "trainer": 4,
     "inspection": 5,
     "cards": 2,

@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 import torch
 import trackio
+from helpers import TINY, randomise_
 from onnxruntime.quantization import quantize_dynamic
 from optuna.samplers import GridSampler
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -23,7 +24,6 @@ from hf_vit_scratch.arguments import ViTTrainingArguments
 from hf_vit_scratch.data import ImageClassificationDataset, load_splits
 from hf_vit_scratch.metrics import compute_metrics, summarise_logits
 from hf_vit_scratch.trainer import ViTTrainer
-from tests.helpers import TINY, randomise_
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
