@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.figures import plot_confusion
 from hf_vit_scratch.metrics import detailed_report
 
+ROOT = Path(__file__).parents[1]
 LABELS = ["cat", "dog", "eel"]
 
 
@@ -82,6 +84,20 @@ def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
         assert f"]({picture})" in text
         with Image.open(tmp_path / "cards" / picture) as image:
             image.verify()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "model_cards").glob("*.md")), ids=lambda path: path.stem)
+def test_shipped_card_has_the_metadata_of_the_hub_and_the_number_that_the_table_shows(path):
+    card = ModelCard.load(path)
+
+    (result,) = card.data.eval_results
+    shown = float(re.search(r"\| test accuracy \| ([\d.]+)%", card.content)[1])
+    assert round(100 * result.metric_value, 1) == shown
+    assert (card.data.license, card.data.pipeline_tag) == ("apache-2.0", "image-classification")
+    assert (card.data.model_name, card.data.metrics) == (path.stem, ["accuracy"])
+    assert "more information needed" not in card.content.lower()
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", card.content):
+        assert (path.parent / picture).is_file()
 
 
 def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
