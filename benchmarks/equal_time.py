@@ -194,7 +194,8 @@ def compare_architectures(args: argparse.Namespace, record: Callable[..., None])
     relative = json.loads(costs.read_text())
     data = write_data(args, "data", lambda rows: rows, test=500)  # it is not looked at
     for seed in args.seeds:
-        for name, (fields, change) in ARCHITECTURES.items():
+        for name in args.choices or ARCHITECTURES:
+            fields, change = ARCHITECTURES[name]
             steps = round(args.steps / relative[name])
             with changed(change):
                 folder = args.output_dir / f"{name.replace(' ', '-')}-{seed}"
@@ -210,7 +211,7 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
             pretrained, args.data, args.steps // 2, seed=seed, task="masked-image-modeling", mask_ratio=0.6,
             label_smoothing_factor=None, pooling=RECIPE["pooling"], **size,
         )  # fmt: skip
-        for percent in (1, 10, 100):
+        for percent in args.percents:
             data = write_data(args, f"data-{percent}-{seed}", partial(share_of_rows, percent=percent, seed=seed))
             for start, steps in ((None, args.steps), (str(pretrained), args.steps - args.steps // 2)):
                 folder = args.output_dir / f"{'pretrained' if start else 'random'}-{percent}-{seed}"
@@ -225,6 +226,8 @@ def main() -> None:
     parser.add_argument("--data", default=RECIPE["data"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--choices", nargs="+", choices=ARCHITECTURES, help="architectures; all")
+    parser.add_argument("--percents", type=int, nargs="+", default=[1, 10, 100], help="shares of the labels")
     parser.add_argument("--output_dir", type=Path, required=True)
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)

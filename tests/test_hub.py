@@ -62,6 +62,9 @@ import torch
 from transformers import (AutoBackbone, AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification,
                           AutoModelForMaskedImageModeling, pipeline)
 
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
 image, commits = sys.argv[1], json.loads(sys.argv[2])
 results = {}
 for repo, oid in commits:
@@ -87,7 +90,8 @@ def run(code, *args, endpoint, home, flags=()):
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
     environment |= {
         "HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60",
+        "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, *flags, "-c", code, *args],
