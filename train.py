@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 from transformers import ViTImageProcessor, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.logging import disable_progress_bar
 
 from hf_vit_scratch import (
@@ -158,7 +159,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         trainer.accelerator.end_training()
         logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)
         sys.exit(128 + signal.SIGTERM)
-    trainer.save_model()  # before the test split is read, so that nothing there can lose the run
+    # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
+    trainer.save_model(_internal_call=True)
 
     # 6. Report, once, on the test split
     test_dataset = dataset_class(splits["test"], image_processor)
@@ -180,7 +182,12 @@ def main(argv: list[str]) -> dict[str, Any]:
         trainer.create_model_card()
         logger.info("The model, its recipe, metrics, log and pictures are in %s", output_dir)
     if training_args.push_to_hub:
-        trainer.push_to_hub()  # with the results
+        try:
+            trainer.push_to_hub()
+        except Exception as error:
+            again = f"hf upload {trainer.hub_model_id} {output_dir} --exclude '{PREFIX_CHECKPOINT_DIR}-*/*'"
+            reason = " ".join(str(error).split())
+            raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
 

@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import AutoModelForMaskedImageModeling, pipeline
 
-import hf_vit_scratch  # noqa: F401  # registers the model
+from hf_vit_scratch.configuration_vit_scratch import AUTO_MAP
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")
@@ -56,7 +56,8 @@ assert loaded == local, (loaded, local)
 """
 
 LOAD = """
-import importlib.util, json, sys
+import importlib.util, json, sys, tempfile
+from pathlib import Path
 assert importlib.util.find_spec("hf_vit_scratch") is None, "the package is in the way"
 import torch
 from transformers import (AutoBackbone, AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification,
@@ -65,6 +66,8 @@ from transformers import (AutoBackbone, AutoConfig, AutoImageProcessor, AutoMode
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()
+with tempfile.TemporaryDirectory() as folder:  # before anything has fetched the model's code
+    AutoConfig.from_pretrained("tester/end", trust_remote_code=True).save_pretrained(folder)
 image, commits = sys.argv[1], json.loads(sys.argv[2])
 results = {}
 for repo, oid in commits:
@@ -81,6 +84,15 @@ for repo, oid in commits:
     if repo != "tester/new":
         outputs["features"] = pipeline("image-feature-extraction", model=repo, pool=True, **remote)(image)
     results[f"{repo}@{oid}"] = outputs
+
+# Saved again, without the package.
+with tempfile.TemporaryDirectory() as folder:
+    model = AutoModelForImageClassification.from_pretrained("tester/end", trust_remote_code=True)
+    model.save_pretrained(folder)
+    AutoImageProcessor.from_pretrained("tester/end").save_pretrained(folder)
+    classify = pipeline("image-classification", model=folder, top_k=10, trust_remote_code=True)
+    auto_map = json.loads(Path(folder, "config.json").read_text())["auto_map"]
+    results["saved again"] = {"scores": classify(image), "auto_map": auto_map}
 print(json.dumps(results))
 """
 
@@ -133,10 +145,10 @@ def test_each_strategy_pushes_when_it_says(pushed):
     messages = {repo: [message for _, message, _ in commits] for repo, commits in pushed[0].items()}
 
     training = ["Training in progress, step 2", "Training in progress, step 4", "Training in progress, step 5"]
-    assert messages["tester/every_save"] == [*training, "Model save", "End of training"]
-    assert messages["tester/end"] == ["Model save", "End of training"]
+    assert messages["tester/every_save"] == [*training, "End of training"]
+    assert messages["tester/end"] == ["End of training"]
     assert set(messages["tester/checkpoint"]) == {
-        *training, *(f"{message}, checkpoint" for message in training), "Model save", "End of training",
+        *training, *(f"{message}, checkpoint" for message in training), "End of training",
     }  # fmt: skip
     assert messages["tester/model"] == ["Upload ViTScratchForImageClassification"]
 
@@ -191,9 +203,9 @@ def test_card_while_training_says_that_the_weights_are_not_the_last(pushed):
 def test_every_commit_loads_without_the_package(pushed, loaded):
     ids = {f"{repo}@{oid}" for repo, commits in pushed[0].items() for oid, _, _ in commits}
 
-    assert set(loaded) == ids
-    assert {outputs["model"] for outputs in loaded.values()} == {"ViTScratchModel"}
-    assert all(outputs["backbone"] in ([16], [192]) for outputs in loaded.values())
+    assert set(loaded) - {"saved again"} == ids
+    assert {loaded[oid]["model"] for oid in ids} == {"ViTScratchModel"}
+    assert all(loaded[oid]["backbone"] in ([16], [192]) for oid in ids)
 
 
 @pytest.mark.parametrize("repo", [*STRATEGIES, "model", "uploaded"])
@@ -208,6 +220,14 @@ def test_without_the_package_the_predictions_are_the_same(pushed, loaded, photog
     assert len({entry["score"] for entry in scores}) == 10
     assert loaded[last]["scores"] == scores
     assert loaded[last]["features"] == features
+
+
+def test_model_that_was_loaded_without_the_package_is_saved_with_its_code(pushed, loaded):
+    commits, _, _ = pushed
+    last = f"tester/end@{commits['tester/end'][-1][0]}"
+
+    assert loaded["saved again"]["scores"] == loaded[last]["scores"]
+    assert loaded["saved again"]["auto_map"] == AUTO_MAP
 
 
 def test_without_the_package_the_painted_pixels_are_the_same(pushed, loaded):

@@ -286,3 +286,21 @@ def test_help_lists_the_flags():
     assert done.returncode == 0
     for flag in ("--patch_size", "--data ", "--horizontal_flip_prob", "--learning_rate"):
         assert flag in done.stdout
+
+
+def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route\nto the Hub")
+
+    monkeypatch.setattr(
+        train.ViTTrainer, "init_hf_repo", lambda trainer: setattr(trainer, "hub_model_id", "me/digits")
+    )
+    monkeypatch.setattr(train.ViTTrainer, "push_to_hub", fail)
+    argv = [*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--push_to_hub", "true"]
+
+    with pytest.raises(
+        UserError, match=r"whole in .*run, but not on the Hub: no route to the Hub. Try: hf upload me/d"
+    ):
+        train.main([*argv, "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")])
+
+    assert {"model.safetensors", "metrics.json", "README.md"} <= {path.name for path in (tmp_path / "run").iterdir()}

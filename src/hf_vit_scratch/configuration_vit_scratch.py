@@ -184,8 +184,10 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         # Not by the models' `_auto_class`: it writes the entry of one class only, and of a model that is wrapped by
         # FSDP transformers would save the code of the wrapper.
         self.auto_map = dict(AUTO_MAP)
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(__file__).with_name("modeling_vit_scratch.py"), save_directory)
+        modeling = Path(__file__).with_name("modeling_vit_scratch.py")
+        if modeling.is_file():  # it is not where only a configuration was fetched from the Hub
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            shutil.copy(modeling, save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @property
