@@ -219,8 +219,24 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
                 record(choice="pretrained" if start else "random", percent=percent, seed=seed, steps=steps, **results)
 
 
+def table(trials: list[dict[str, Any]]) -> str:
+    """The trials in Markdown: accuracies in the order of the seeds, and the mean."""
+    split = "test" if "percent" in trials[0] else "validation"
+    kinds: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = {}
+    for trial in trials:
+        kinds.setdefault((trial["choice"], trial.get("percent")), {})[trial["seed"]] = (trial[split], trial["steps"])
+    lines = [f"| choice | steps | {split} accuracy, % (seeds) | mean |", "| --- | --- | --- | --- |"]
+    for (choice, percent), found in sorted(kinds.items(), key=lambda kind: kind[0][1] or 0):
+        accuracies = [100 * accuracy for _, (accuracy, _) in sorted(found.items())]
+        name = choice if percent is None else f"{percent}% of the labels, {choice} weights"
+        seeds = ", ".join(f"{accuracy:.1f} ({seed})" for seed, accuracy in zip(sorted(found), accuracies, strict=True))
+        (steps,) = {steps for _, steps in found.values()}
+        lines.append(f"| {name} | {steps} | {seeds} | {statistics.mean(accuracies):.1f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Run the trials, and add each one's result to `trials.jsonl`."""
+    """Run the trials, add each one's result to `trials.jsonl`, and print the table of all in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["architecture", "pretraining"])
     parser.add_argument("--data", default=RECIPE["data"])
@@ -237,6 +253,7 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
 
     (compare_architectures if args.what == "architecture" else compare_pretraining)(args, record)
+    print(table([json.loads(line) for line in (args.output_dir / "trials.jsonl").read_text().splitlines()]))
 
 
 if __name__ == "__main__":

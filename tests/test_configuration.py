@@ -138,3 +138,11 @@ def test_variant_sets_sizes_and_overrides_win():
 def test_unknown_variant_is_refused(variant):
     with pytest.raises(ValueError, match=r"variant must be one of Ti, S, B, L, H, a slash and the patch size"):
         ViTScratchConfig.from_variant(variant)
+
+
+def test_attribute_that_was_set_later_is_saved_and_loads_again_though_it_looks_like_a_field(tmp_path):
+    config = ViTScratchConfig()
+    config.layer_norm_epsilon = 1e-5  # as transformers' own tests do
+    config.save_pretrained(tmp_path)
+
+    assert ViTScratchConfig.from_pretrained(tmp_path).layer_norm_epsilon == 1e-5

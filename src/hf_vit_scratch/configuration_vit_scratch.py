@@ -125,7 +125,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         # though, is a misspelling that would otherwise be ignored in silence.
         known = [field.name for field in fields(self)] + ["num_labels", "attn_implementation"]
         known += ["out_features", "out_indices"]
-        for name in kwargs:
+        # What was set on a configuration later is saved with it and must load again; only a saved one has a version.
+        for name in kwargs if self.transformers_version is None else ():
             match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if match and name not in known:
                 raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {match[0]!r}?")

@@ -102,8 +102,9 @@ def sincos2d_positions(grid: tuple[int, int], hidden_size: int) -> Tensor:
 
     Token (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)] for D / 4 frequencies w from 1 down to 1 / 10000.
     """
-    y, x = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64)  # (D / 4,)
+    # On the CPU also while a model is built on the meta device, to be filled from a file.
+    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64, device="cpu")  # (D / 4,)
     x_angles = x.flatten()[:, None] * frequencies
     y_angles = y.flatten()[:, None] * frequencies
     return torch.cat((x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()), dim=1)
@@ -205,13 +206,19 @@ class ViTScratchEmbeddings(nn.Module):
         # One table of the trained grid, whether learned or fixed, so that both are saved and resampled alike.
         positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
         if config.position_embedding_type == "sincos2d":
-            self.register_buffer("position_embeddings", positions)
+            self.register_buffer("position_embeddings", self.fixed_positions(config).to(positions.dtype))
         else:
             self.position_embeddings = nn.Parameter(positions)
         self.layernorm = (
             nn.Identity() if config.norm_first else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         )
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    @staticmethod
+    def fixed_positions(config: ViTScratchConfig) -> Tensor:
+        """The sines and cosines of the grid; the class token, which has no place in it, has zeros.  (1, N, D)."""
+        patches = sincos2d_positions(config.grid_size, config.hidden_size)
+        return F.pad(patches, (0, 0, config.num_prefix_tokens, 0))[None]
 
     def forward(self, pixel_values: Tensor, grid: tuple[int, int], bool_masked_pos: Tensor | None = None) -> Tensor:
         embeddings = self.patch_embeddings(pixel_values)
@@ -408,9 +415,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             if module.mask_token is not None:
                 init.trunc_normal_(module.mask_token, std=std)
             if self.config.position_embedding_type == "sincos2d":
-                patches = sincos2d_positions(self.config.grid_size, self.config.hidden_size)
-                # The class token has no place in the grid: zeros.
-                init.copy_(module.position_embeddings, F.pad(patches, (0, 0, self.config.num_prefix_tokens, 0))[None])
+                init.copy_(module.position_embeddings, module.fixed_positions(self.config))
             else:
                 init.trunc_normal_(module.position_embeddings, std=std)
 
