@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_script import ROOT, SMALL, train
-from test_trainer import make_trainer
+from test_trainer import EarlierIsBetter, make_trainer
 
 from hf_vit_scratch.arguments import STAGING
 from hf_vit_scratch.errors import UserError
@@ -74,18 +74,19 @@ def test_half_written_checkpoint_has_no_name(tmp_path, monkeypatch):
 def test_best_and_last_lead_to_their_checkpoints(tmp_path):
     trainer = make_trainer(
         tmp_path, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=2,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        load_best_model_at_end=True, metric_for_best_model="earliness", greater_is_better=True,
     )  # fmt: skip
+    trainer.add_callback(EarlierIsBetter)
 
     trainer.train()
 
     assert (tmp_path / "last").resolve().name == "checkpoint-6"
-    assert (tmp_path / "best").resolve() == Path(trainer.state.best_model_checkpoint).resolve()
+    assert (tmp_path / "best").resolve().name == "checkpoint-1"
+    assert Path(trainer.state.best_model_checkpoint).resolve() == (tmp_path / "best").resolve()
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
     for path in tmp_path.glob("checkpoint-*"):
         saved = json.loads((path / "trainer_state.json").read_text())["best_model_checkpoint"]
         assert Path(saved).parent == tmp_path
-    assert (tmp_path / "best").resolve() != (tmp_path / "last").resolve()
 
 
 def test_run_killed_before_its_first_checkpoint_can_start_again(tmp_path):
@@ -132,7 +133,7 @@ def test_checkpoint_holds_the_average_as_the_model_and_the_trained_weights_besid
 
 
 def test_time_spent_counts_on_in_a_resumed_run(tmp_path):
-    options = {"max_train_minutes": 0.02, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 5}
+    options = {"max_train_minutes": 0.02, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(tmp_path, **options)
     start = time.perf_counter()
     trainer.train()
