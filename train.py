@@ -185,7 +185,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         try:
             trainer.push_to_hub()
         except Exception as error:
-            again = f"hf upload {trainer.hub_model_id} {output_dir} --exclude '{PREFIX_CHECKPOINT_DIR}-*/*'"
+            exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"]
+            again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
             reason = " ".join(str(error).split())
             raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then

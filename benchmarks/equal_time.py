@@ -5,7 +5,8 @@
 
 Each trial is `train.py` with the model and rates of `recipes/cifar10_cpu.yaml` for a number of steps. The time of a
 step is measured first, all choices in turn, round by round; a choice whose step costs more gets fewer steps. So trials
-on a machine that is not idle stay comparable, and seeds can run as several processes with one output folder.
+on a machine that is not idle stay comparable, and seeds can run as several processes with one output folder, once it
+holds `costs.json` and the data.
 
 architecture: one thing is changed in the recipe's model; the accuracy is that of the validation split.
 pretraining: from random weights, against half of the time on masked images of the whole training split and the rest

@@ -32,6 +32,11 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(parse):
     assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.1, 7, "cosine")
 
 
+def test_secret_is_not_taken_as_a_flag(parse):
+    with pytest.raises(UserError, match="hub_token would be published with the run's command: use `hf auth login`"):
+        parse("seed: 1", "--hub_token", "hf_secret", "--output_dir", "x")
+
+
 def test_number_in_scientific_notation_is_a_number(parse):
     (*_, training), _ = parse("learning_rate: 1e-3")  # a string in YAML 1.1
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trackio
 from helpers import TINY, randomise_
+from huggingface_hub import ModelCard
 from onnxruntime.quantization import quantize_dynamic
 from optuna.samplers import GridSampler
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -86,6 +87,18 @@ def test_lora_trains_saves_and_merges(digits, tmp_path):
     assert torch.equal(merged.vit.layers[0].attention.k_proj.weight, before["vit.layers.0.attention.k_proj.weight"])
 
 
+def test_card_of_an_adapter_is_not_that_of_a_model(digits, tmp_path):
+    base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    trainer = ViTTrainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=digits[0])
+    trainer.train()
+    trainer.save_model()
+
+    trainer.create_model_card()
+
+    assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compiled_model_is_one_graph_for_every_batch_and_equals_the_model(model, training):
     model.train(training)
@@ -151,6 +164,8 @@ def test_dynamic_int8_is_smaller_and_near(exported, style, tmp_path):
 
     with torch.no_grad():
         expected = model(pixel_values).logits.numpy()
+    full = sum(file.stat().st_size for file in path.parent.glob("model.onnx*"))
+    assert (tmp_path / "int8.onnx").stat().st_size < full
     assert 0 < np.abs(logits - expected).max() < 0.1 * np.abs(expected).max()
 
 

@@ -179,6 +179,8 @@ class ViTTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.remove_unused_columns:
             raise UserError("remove_unused_columns must stay false: it would look for columns in batches.")
+        if self.hub_token is not None:
+            raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.task == "masked-image-modeling":
@@ -355,7 +357,8 @@ RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
     "disable_tqdm", "dataloader_persistent_workers", "dataloader_prefetch_factor",
     "dataloader_pin_memory", "save_steps", "save_strategy", "save_total_limit", "eval_steps", "eval_strategy",
-    "per_device_eval_batch_size", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "use_cpu",
+    "per_device_eval_batch_size", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
+    "hub_always_push", "hub_revision", "license", "use_cpu",
 }  # fmt: skip
 
 

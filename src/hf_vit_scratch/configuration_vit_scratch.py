@@ -188,8 +188,19 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         modeling = Path(__file__).with_name("modeling_vit_scratch.py")
         if modeling.is_file():  # it is not where only a configuration was fetched from the Hub
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            shutil.copy(modeling, save_directory)
+            shutil.copyfile(modeling, Path(save_directory) / modeling.name)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        files_timestamps.pop("modeling_vit_scratch.py", None)  # it was copied before the others' times were taken
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
     @property
     def image_height_width(self) -> tuple[int, int]:

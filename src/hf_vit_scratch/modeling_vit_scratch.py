@@ -11,6 +11,7 @@ H attention heads, K = D // H, L num_labels.
 [4] Xie et al. 2022, SimMIM, https://arxiv.org/abs/2111.09886.
 """
 
+import contextlib
 import copy
 import math
 import os
@@ -453,23 +454,30 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         model.set_image_size(wanted_size)
         return loaded
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Make a push complete: `push_to_hub` calls this with the folder that it will upload.
 
         The image processor is that of the folder or repository from which the model was loaded; one that was made in
         memory has none. The stock card, which asks for more information in every section, becomes a short one.
         """
-        folder = Path(working_dir)
-        source = self.config.name_or_path and cached_file(
-            self.config.name_or_path, IMAGE_PROCESSOR_NAME, _raise_exceptions_for_missing_entries=False
-        )
+        folder, source = Path(working_dir), None
+        with contextlib.suppress(OSError):  # the folder may be gone, the repository out of reach
+            source = cached_file(str(self.config.name_or_path), IMAGE_PROCESSOR_NAME, token=kwargs.get("token"))
         if source and not (folder / IMAGE_PROCESSOR_NAME).exists():
             shutil.copy(source, folder / IMAGE_PROCESSOR_NAME)
         card = folder / "README.md"
         if card.is_file() and "[More Information Needed]" in card.read_text(encoding="utf-8"):
             data = ModelCardData(library_name="transformers", tags=["vision", "vit"])
             card.write_text(CARD.format(metadata=data.to_yaml(), repo_id=repo_id), encoding="utf-8")
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+        files_timestamps.pop(IMAGE_PROCESSOR_NAME, None)  # upload it although saving the model has not changed it
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:

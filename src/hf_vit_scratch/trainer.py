@@ -25,6 +25,7 @@ from .arguments import STAGING, ViTTrainingArguments
 from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
+from .modeling_vit_scratch import ViTScratchPreTrainedModel
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
 
@@ -369,6 +370,18 @@ class ViTTrainer(Trainer):
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, STAGING) if self._staging else run_dir
 
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Make the repository on the Hub.
+
+        Raises:
+            UserError: The Hub cannot be reached, or refuses.
+        """
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except Exception as error:  # the client has many kinds
+            reason = " ".join(str(error).split())
+            raise UserError(f"The Hub cannot be reached, or refuses: {reason} ({type(error).__name__}).") from error
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint, once it has its name; with the model's code, which the stock Trainer leaves out."""
         if self._staging:  # asked by `super()._save_checkpoint`
@@ -376,22 +389,24 @@ class ViTTrainer(Trainer):
         if self.is_world_process_zero():
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
-                shutil.copy(code, output_dir)
+                shutil.copyfile(code, output_dir / code.name)
             if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def create_model_card(
-        self, *args: Any, license: str | None = None, model_name: str | None = None, **kwargs: Any
+    def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
+        self, *, license: str | None = None, model_name: str | None = None, **kwargs: Any
     ) -> None:
         """Write the card of `hf_vit_scratch.cards` where the stock Trainer would write its own.
 
         Args:
             license: An identifier of the Hub; by default that of the arguments.
             model_name: By default the name of the run's folder.
-            *args: Of the stock Trainer's; not used, as the run itself says what they would.
-            **kwargs: The same.
+            kwargs: Of the stock Trainer's; for a model that is not ours only, as the run itself says what they would.
         """
+        if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
+            super().create_model_card(license=license, model_name=model_name, **kwargs)
+            return
         if not self.is_world_process_zero():
             return
         output_dir, license = Path(self.args.output_dir), license or self.args.license
