@@ -9,7 +9,7 @@ on a machine that is not idle stay comparable, and seeds can run as several proc
 holds `costs.json` and the data.
 
 architecture: one thing is changed in the recipe's model; the accuracy is that of the validation split.
-pretraining: from random weights, against half of the time on masked images of the whole training split and the rest
+pretraining: from random weights, against half of the steps on masked images of the whole training split and the rest
 on the labelled ones; with 1%, 10% and 100% of the labels. Nothing is chosen by it; the accuracy is that of the test
 split.
 """
@@ -31,9 +31,9 @@ import yaml
 from datasets import Dataset, concatenate_datasets
 from torch import nn
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data import load_splits
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
+from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.optimization import MuonWithAdamW, parameter_groups
 
 ROOT = Path(__file__).parents[1]
@@ -102,28 +102,25 @@ def changed(change: Change | None) -> Iterator[None]:
         yield
 
 
-def build(fields: dict[str, Any], masked: bool = False) -> ViTScratchPreTrainedModel:
+def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
     """The model that `train.py` makes of the recipe and these fields."""
     names = {field for field in RECIPE if hasattr(ViTScratchConfig, field)}
     config = ViTScratchConfig(**{name: RECIPE[name] for name in names} | fields | {"num_labels": 10})
     config._attn_implementation = RECIPE["attn_implementation"]
-    return ViTScratchForMaskedImageModeling(config) if masked else train.ViTScratchForImageClassification(config)
+    return train.ViTScratchForImageClassification(config)
 
 
-def stepper(model: ViTScratchPreTrainedModel, masked: bool = False) -> Callable[[int], float]:
+def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
     """A function that takes one step on random images of a size and returns its seconds."""
     groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
     optimizer = MuonWithAdamW(groups, lr=1e-3, fused=True)
 
     def step(size: int) -> float:
         images = torch.randn(BATCH, 3, size, size)
-        tokens = (size // RECIPE["patch_size"]) ** 2
-        target = (
-            {"bool_masked_pos": torch.rand(BATCH, tokens) < 0.6} if masked else {"labels": torch.zeros(BATCH).long()}
-        )
+        labels = torch.zeros(BATCH, dtype=torch.long)
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(images, **target).loss
+            loss = model(images, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -210,7 +207,7 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
         pretrained = args.output_dir / f"pretrained-{seed}"
         trial(
             pretrained, args.data, args.steps // 2, seed=seed, task="masked-image-modeling", mask_ratio=0.6,
-            label_smoothing_factor=None, pooling=RECIPE["pooling"], **size,
+            label_smoothing_factor=None, **size,
         )  # fmt: skip
         for percent in args.percents:
             data = write_data(args, f"data-{percent}-{seed}", partial(share_of_rows, percent=percent, seed=seed))

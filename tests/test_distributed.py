@@ -14,6 +14,8 @@ import yaml
 from test_train_script import ROOT, train
 from transformers import AutoModelForImageClassification
 
+from hf_vit_scratch.configuration_vit_scratch import AUTO_MAP
+
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 # Into the second epoch, in batches of equal sizes: accelerate fills the last ones up with images that it repeats.
 # Without --use_cpu: the processes must find each other by themselves.
@@ -58,6 +60,9 @@ def test_two_processes_train_evaluate_save_and_resume_as_one_does(tmp_path, kind
     metrics = json.loads((two / "metrics.json").read_text())
     assert metrics["test_loss"] == pytest.approx(expected["test_loss"], abs=1e-4)
     assert metrics["epoch"] == expected["epoch"]
+    # transformers would take FSDP's wrapper for the model's class, and torch's files for its code.
+    assert json.loads((two / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert {file.name for file in two.glob("*.py")} == {"configuration_vit_scratch.py", "modeling_vit_scratch.py"}
     whole, split = (AutoModelForImageClassification.from_pretrained(folder) for folder in (one, two))
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(split.state_dict()[name], tensor, rtol=0, atol=1e-4)

@@ -195,19 +195,29 @@ def test_half_precision_is_loaded_as_asked_and_as_saved(model, tmp_path, dtype):
     torch.testing.assert_close(half(pixel_values).logits.float(), expected, rtol=0, atol=atol)
 
 
-def logged_losses(folder, reporter):
+def logged_losses(folder, *flags):
     """Train for four steps; the losses of the run's own log."""
     argv = ["--hidden_size", "16", "--num_hidden_layers", "1", "--use_cpu", "true", "--disable_tqdm", "true"]
     train.main([*argv, "--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "no", "--save_strategy", "no",
-                "--load_best_model_at_end", "false", "--report_to", reporter, "--project", "digits",
+                "--load_best_model_at_end", "false", "--project", "digits", *flags,
                 "--output_dir", str(folder)])  # fmt: skip
     return [logs["loss"] for logs in json.loads((folder / "log.json").read_text()) if "loss" in logs]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--gradient_checkpointing", "true"), ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")],
+    ids=lambda flags: flags[0],
+)
+def test_flag_that_changes_how_training_computes_changes_no_loss(tmp_path, flags):
+    torch._dynamo.reset()
+    assert logged_losses(tmp_path / "a", *flags) == pytest.approx(logged_losses(tmp_path / "b"), abs=1e-4)
 
 
 def test_tensorboard_gets_the_log(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
 
-    losses = logged_losses(tmp_path / "run", "tensorboard")
+    losses = logged_losses(tmp_path / "run", "--report_to", "tensorboard")
 
     (events,) = (tmp_path / "board").rglob("events.out.tfevents.*")
     board = EventAccumulator(str(events)).Reload()
@@ -217,7 +227,7 @@ def test_tensorboard_gets_the_log(tmp_path, monkeypatch):
 
 
 def test_trackio_gets_the_log(tmp_path):
-    losses = logged_losses(tmp_path / "run", "trackio")
+    losses = logged_losses(tmp_path / "run", "--report_to", "trackio")
 
     runs = [SQLiteStorage.get_logs("digits", run.name) for run in trackio.Api().runs("digits")]
     assert losses in [[row["train/loss"] for row in rows if "train/loss" in row] for rows in runs]
