@@ -22,6 +22,7 @@ LAYERS = {
     "masking": 3,
     "streaming": 3,
     "predict": 3,
+    "attention_maps": 4,
     "trainer": 4,
     "inspection": 5,
     "cards": 2,
