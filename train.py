@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from datasets import Dataset
 from transformers import ViTImageProcessor, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
 from hf_vit_scratch import (
@@ -38,17 +39,25 @@ from hf_vit_scratch.arguments import (
     stage_arguments,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
-from hf_vit_scratch.cards import describe_machine
-from hf_vit_scratch.data import ImageClassificationDataset, load_splits
+from hf_vit_scratch.cards import MISTAKES, describe_machine
+from hf_vit_scratch.data import ImageClassificationDataset, decode_image, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
-from hf_vit_scratch.figures import plot_curves
+from hf_vit_scratch.figures import plot_curves, plot_mistakes
 from hf_vit_scratch.masking import MaskedImageDataset, plot_reconstructions
-from hf_vit_scratch.metrics import METRIC_NAMES, compute_metrics, detailed_report, summarise_logits
+from hf_vit_scratch.metrics import (
+    METRIC_NAMES,
+    compute_metrics,
+    detailed_report,
+    most_confident_mistakes,
+    summarise_logits,
+)
 from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
+
+NUM_MISTAKES = 24  # in the picture of the most confident ones
 
 logger = logging.getLogger("train")
 
@@ -175,6 +184,11 @@ def main(argv: list[str]) -> dict[str, Any]:
         else:
             details = detailed_report(outputs.predictions, outputs.label_ids, label_names)
             report |= {"labels": label_names, **details}
+            # What begins with "_" is not pushed: the images of a folder stay where they are.
+            public = on_the_hub or data_args.data == "digits"
+            draw_mistakes(
+                outputs, test_dataset.rows, label_names, output_dir / (MISTAKES if public else f"_{MISTAKES}")
+            )
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (output_dir / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1) + "\n", encoding="utf-8")
         if masked:
@@ -185,12 +199,29 @@ def main(argv: list[str]) -> dict[str, Any]:
         try:
             trainer.push_to_hub()
         except Exception as error:
-            exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"]
+            exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
             again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
             reason = " ".join(str(error).split())
             raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics
+
+
+def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:
+    """Draw the test images that the model is surest about and wrong, if there are any, into a PNG file."""
+    path.unlink(missing_ok=True)  # of before a resumption
+    labels = cast(Any, outputs.label_ids)
+    places = most_confident_mistakes(outputs.predictions, labels, NUM_MISTAKES)
+    ranked, confidence, _ = cast(tuple[Any, ...], outputs.predictions)
+    captions = [
+        f"taken for {label_names[ranked[place, 0]]:.12} ({100 * confidence[place]:.0f}%)\n"
+        f"is {label_names[labels[place]]:.20}"
+        for place in places
+    ]
+    if places:
+        encoded = rows[places]["image"]
+        images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
+        plot_mistakes(images, captions, path)
 
 
 def load_model(

@@ -14,7 +14,7 @@ from PIL import Image
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.cards import describe_machine, main, make_card
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.figures import plot_confusion
+from hf_vit_scratch.figures import plot_confusion, plot_mistakes, plot_reliability
 from hf_vit_scratch.metrics import detailed_report
 
 ROOT = Path(__file__).parents[1]
@@ -170,3 +170,47 @@ def test_run_without_labels_is_refused(finished_run, tmp_path):
 
     with pytest.raises(UserError, match="holds no run of a classifier"):
         make_card([folder], tmp_path / "card.md")
+
+
+def test_reliability_is_accuracy_over_confidence(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure.axes[0]))
+    bins = [
+        {"images": 1, "mean_confidence": 0.3, "accuracy": 0.0},
+        {"images": 3, "mean_confidence": 0.9, "accuracy": 2 / 3},
+    ]
+
+    plot_reliability(bins, 0.25, tmp_path / "reliability.png")
+
+    (axes,) = drawn
+    assert axes.lines[1].get_xydata().tolist() == [[0.3, 0.0], [0.9, 2 / 3]]
+    assert axes.lines[0].get_xydata().tolist() == [[0, 0], [1, 1]]
+    small, large = axes.collections[0].get_sizes() - 20
+    assert large == pytest.approx(3 * small)
+    assert "0.250" in axes.get_title()
+
+
+def test_mistakes_are_drawn_each_below_its_caption(tmp_path, monkeypatch, photographs):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.extend(figure.axes))
+    images = [photograph.resize((20, 10)) for photograph in photographs]
+
+    plot_mistakes(images, ["a temple", "a flower"], tmp_path / "mistakes.png")
+
+    for axes, image, caption in zip(drawn, images, ["a temple", "a flower"], strict=True):
+        np.testing.assert_array_equal(axes.images[0].get_array(), np.asarray(image))
+        assert axes.get_title() == caption
+
+
+def test_mistakes_that_the_run_has_drawn_are_in_the_card(finished_run, tmp_path):
+    folder = finished_run("a")
+    without = make_card([folder], tmp_path / "without.md")
+    Image.new("RGB", (4, 4)).save(folder / "mistakes.png")
+
+    card = make_card([folder], tmp_path / "zoo.md")
+    make_card([folder], folder / "README.md")
+
+    assert "mistakes" not in str(without)
+    assert "(zoo_mistakes.png)" in str(card)
+    assert (tmp_path / "zoo_mistakes.png").read_bytes() == (folder / "mistakes.png").read_bytes()
+    assert "(mistakes.png)" in (folder / "README.md").read_text()

@@ -5,7 +5,13 @@ from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
-from hf_vit_scratch.metrics import TopKAccuracy, compute_metrics, detailed_report, summarise_logits
+from hf_vit_scratch.metrics import (
+    TopKAccuracy,
+    compute_metrics,
+    detailed_report,
+    most_confident_mistakes,
+    summarise_logits,
+)
 
 
 def test_accuracy_of_rankings_by_hand():
@@ -80,3 +86,11 @@ def test_loss_of_confident_half_precision_logits_is_finite():
 
     assert summarise_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
     assert F.cross_entropy(logits.float(), torch.tensor([1])) == 400
+
+
+def test_most_confident_mistakes_come_first():
+    ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
+    predictions = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
+
+    assert most_confident_mistakes(predictions, np.array([0, 0, 0, 0, 0]), 2) == [2, 4]
+    assert most_confident_mistakes(predictions, ranked[:, 0], 2) == []

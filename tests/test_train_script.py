@@ -14,6 +14,7 @@ import torch
 import yaml
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
+from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data import load_digits
@@ -63,6 +64,35 @@ def test_run_leaves_its_results(run):
     assert {"model.safetensors", "config.json", "preprocessor_config.json", "curves.png", "log.json", "README.md"} <= {
         p.name for p in output_dir.iterdir()
     }
+
+
+def test_run_shows_what_it_got_wrong(run):
+    matrix = np.array(json.loads((run[0] / "metrics.json").read_text())["confusion_matrix"])
+    assert matrix.trace() < 360, "no mistake to be shown"
+    assert "(mistakes.png)" in (run[0] / "README.md").read_text()
+    assert "(reliability.png)" in (run[0] / "README.md").read_text()
+    assert (run[0] / "reliability.png").is_file()
+
+
+def test_images_of_a_folder_are_not_where_they_would_be_pushed(class_folders, tmp_path):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, learning_rate: 1e-5}")
+
+    metrics = train.main([str(recipe), *SMALL, "--data", str(class_folders), "--output_dir", str(tmp_path / "out")])
+
+    assert metrics["test_accuracy"] < 1
+    Image.open(tmp_path / "out" / "_mistakes.png").verify()
+    assert not (tmp_path / "out" / "mistakes.png").exists()
+    assert "mistakes" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_mistakes_of_before_a_resumption_go(tmp_path):
+    (tmp_path / "mistakes.png").write_text("an older one")
+    summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
+
+    train.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
+
+    assert not (tmp_path / "mistakes.png").exists()
 
 
 def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):

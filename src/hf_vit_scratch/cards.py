@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -22,13 +23,14 @@ from transformers import PreTrainedModel
 
 from .configuration_vit_scratch import VARIANTS
 from .errors import UserError
-from .figures import plot_confusion, plot_curves
+from .figures import plot_confusion, plot_curves, plot_reliability
 from .modeling_vit_scratch import ViTScratchForImageClassification
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 SHORT_TEMPLATE = Path(__file__).with_name("short_card_template.md")  # of a run without results
 LOGGED = ("epoch", "minutes", "loss", "eval_loss", "eval_accuracy", "learning_rate", "images_per_second")
 LOG_ROWS = 20
+MISTAKES = "mistakes.png"  # drawn by a run that may show its images
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
 
 
@@ -89,9 +91,15 @@ def make_card(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = "" if output.name == "README.md" else f"{output.stem}_"
-    curves, confusion = (output.with_name(f"{prefix}{what}.png") for what in ("curves", "confusion_matrix"))
+    names = ("curves", "confusion_matrix", "reliability", "mistakes")
+    curves, confusion, reliability, mistakes = (output.with_name(f"{prefix}{what}.png") for what in names)
     plot_curves(log, curves)
     plot_confusion(report["confusion_matrix"], report["labels"], confusion)
+    calibration = report["calibration"]
+    plot_reliability(calibration["bins"], calibration["expected_calibration_error"], reliability)
+    drawn = runs[0] / MISTAKES  # by the run, which had the images
+    if drawn.is_file() and drawn.resolve() != mistakes.resolve():
+        shutil.copyfile(drawn, mistakes)
     columns = [column for column in LOGGED if any(column in logs for logs in log)]
     lines = [logs for logs in log if "loss" in logs or "eval_loss" in logs]
     lines = [lines[int(place)] for place in np.unique(np.linspace(0, len(lines) - 1, LOG_ROWS).round()) if lines]
@@ -126,7 +134,7 @@ def make_card(
         accuracy=accuracy,
         top5=f"{100 * report['test_top5_accuracy']:.1f}%" if len(report["labels"]) > 5 else None,
         loss=f"{report['test_loss']:.3f}",
-        calibration=f"{report['calibration']['expected_calibration_error']:.3f}",
+        calibration=f"{calibration['expected_calibration_error']:.3f}",
         cost=f"{report['epoch']:.1f} passes over the training images in {runtimes[-1]:.0f} seconds",
         hardware=report["hardware"],
         versions=report["versions"],
@@ -138,6 +146,8 @@ def make_card(
         recipe=_without_folders(yaml.safe_dump(recipe, sort_keys=False, default_flow_style=None).strip()),
         curves_picture=curves.name,
         confusion_picture=confusion.name,
+        reliability_picture=reliability.name,
+        mistakes_picture=mistakes.name if drawn.is_file() else None,
         log_columns=columns,
         log_rows=[[logs["step"], *(_short(logs.get(column)) for column in columns)] for logs in lines],
         one_run=len(runs) == 1,
@@ -221,7 +231,7 @@ def main(argv: Sequence[str]) -> None:
         make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
     except UserError as error:
         parser.error(str(error))
-    print(f"{args.output} and its two pictures are written.")
+    print(f"{args.output} and its pictures are written.")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 PANELS = (
     ("loss", ("loss", "eval_loss")),
@@ -64,3 +65,60 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
                 axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
         axes.set_title("% of each true class")
     figure.savefig(path, dpi=90)
+
+
+def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -> None:
+    """Draw how often the model is right when it is so sure into a PNG file.
+
+    Guo et al. 2017, https://arxiv.org/abs/1706.04599, figure 1; but with a dot for each bin of confidence, its
+    area the number of images in it.
+
+    Args:
+        bins: Of `metrics.detailed_report`.
+        error: The expected calibration error.
+        path: The file to write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="black", linestyle="--", label="as often right as it is sure")
+    images = np.array([bin["images"] for bin in bins])
+    confidence, accuracy = ([bin[name] for bin in bins] for name in ("mean_confidence", "accuracy"))
+    axes.plot(confidence, accuracy, color="tab:blue", linewidth=1)
+    axes.scatter(
+        confidence,
+        accuracy,
+        s=20 + 500 * images / images.sum(),
+        color="tab:blue",
+        alpha=0.6,
+        label="larger: more images",
+    )
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03), aspect="equal")
+    axes.set_title(f"expected calibration error {error:.3f}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", markerscale=0.5)
+    figure.savefig(path, dpi=110)
+
+
+def plot_mistakes(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+    """Draw images with a caption above each into a PNG file.
+
+    Args:
+        images: At least one.
+        captions: One for each, of one or two short lines.
+        path: The file to write.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(6, len(images))
+    lines = -(-len(images) // columns)
+    figure = Figure(figsize=(max(3.0, 1.6 * columns), 2.05 * lines + 0.3), layout="constrained")
+    for number, axes in enumerate(figure.subplots(lines, columns, squeeze=False).flat):
+        axes.axis("off")
+        if number < len(images):
+            shown = images[number].convert("RGB")
+            shown.thumbnail((256, 256))  # no larger than it is drawn
+            axes.imshow(np.asarray(shown))
+            axes.set_title(captions[number], fontsize=8)
+    figure.savefig(path, dpi=110)

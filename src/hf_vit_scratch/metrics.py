@@ -95,3 +95,16 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
         "calibration": {"expected_calibration_error": error, "bins": bins},
     }
+
+
+def most_confident_mistakes(predictions: Any, labels: Any, number: int) -> list[int]:
+    """The places of the images that the model is surest about among those that it gets wrong, the surest first.
+
+    Args:
+        predictions: The summaries of `summarise_logits`, of N images.
+        labels: Class ids (N,).
+        number: How many at most.
+    """
+    ranked, confidence, _ = predictions
+    wrong = np.flatnonzero(ranked[:, 0] != labels)
+    return wrong[np.argsort(-confidence[wrong], kind="stable")][:number].tolist()
