@@ -54,6 +54,7 @@ from hf_vit_scratch.metrics import (
 from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
+from hf_vit_scratch.whitening import NUM_IMAGES, whiten_patches
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 
@@ -103,6 +104,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)
     else:  # pixels as the saved model knows them
         image_processor = ViTImageProcessor.from_pretrained(start, size=size)
+    if training_args.whiten_patches and (start is not None or data_args.streaming):
+        with_what = "--streaming, which has no images at hand" if data_args.streaming else "the saved model of --model"
+        raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
     stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation_args, config))
     # Our own smoothing: the Trainer's would take the labels from the model, in evaluation too.
     mixing = Mixing(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
@@ -110,6 +114,10 @@ def main(argv: list[str]) -> dict[str, Any]:
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if masked else ViTScratchForImageClassification
         model = model_class(config) if start is None else load_model(model_class, start, config)
+    if training_args.whiten_patches:
+        chosen = splits["train"].shuffle(seed=seed).select(range(min(NUM_IMAGES, len(splits["train"]))))
+        sample = ImageClassificationDataset(chosen, image_processor)
+        whiten_patches(model, sample.__getitems__(range(len(sample)))["pixel_values"])
 
     # 4. Trainer
     data_seed = seed if training_args.data_seed is None else training_args.data_seed

@@ -53,7 +53,8 @@ again.config.name_or_path = "a_folder_that_is/gone"
 again.push_to_hub("tester/homeless")
 ViTScratchModel(ViTScratchConfig.from_variant("Ti/16", image_size=32, num_hidden_layers=1)).push_to_hub("tester/new")
 hf = str(Path(sys.executable).with_name("hf"))  # as in the README
-subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "checkpoint-*/*", "--exclude", "_*"], check=True)
+subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "checkpoint-*/*", "--exclude", "_*"],
+               check=True)
 
 # With the package, everything loads without trust_remote_code.
 names = ("tester/end", f"{folder}/end")

@@ -9,6 +9,7 @@ import pytest
 
 LAYERS = {
     "errors": 0,
+    "machine": 0,
     "configuration_vit_scratch": 0,
     "reference": 0,
     "batch_transforms": 0,
@@ -19,6 +20,7 @@ LAYERS = {
     "figures": 1,
     "metrics": 1,
     "arguments": 2,
+    "whitening": 2,
     "masking": 3,
     "streaming": 3,
     "predict": 3,

@@ -66,6 +66,22 @@ def test_run_leaves_its_results(run):
     }
 
 
+def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):
+    flags = ["--max_steps", "1", "--learning_rate", "1e-12", "--whiten_patches", "true"]
+    train.main([*SMALL, "--output_dir", str(tmp_path), *flags])
+
+    embeddings = AutoModel.from_pretrained(tmp_path).embeddings.patch_embeddings
+    digits = AutoImageProcessor.from_pretrained(tmp_path)(load_digits()["train"]["image"][:], return_tensors="pt")
+    tokens = embeddings(digits["pixel_values"])
+    torch.testing.assert_close(tokens.mean((0, 1)), torch.zeros(32), rtol=0, atol=0.05)
+    assert embeddings.projection.bias.abs().mean() > 0.1  # it takes the mean patch away
+
+
+def test_patch_embedding_of_a_saved_model_is_not_whitened(run, tmp_path):
+    with pytest.raises(UserError, match="whiten_patches is for new models, and .* the saved model of --model"):
+        train.main([*SMALL, "--output_dir", str(tmp_path), "--whiten_patches", "true", "--model", str(run[0])])
+
+
 def test_run_shows_what_it_got_wrong(run):
     matrix = np.array(json.loads((run[0] / "metrics.json").read_text())["confusion_matrix"])
     assert matrix.trace() < 360, "no mistake to be shown"

@@ -165,6 +165,9 @@ class ViTTrainingArguments(TrainingArguments):
     fit_to_images: bool = _flag(
         False, "Choose by the images what is not set: sizes, batch, epochs, augmentation. The log says what and why."
     )
+    whiten_patches: bool = _flag(
+        False, "Start the patch embedding with random filters of whitened patches of the training images."
+    )
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
     layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")

@@ -1,6 +1,7 @@
 """What training a Vision Transformer from scratch needs beyond the stock Trainer."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,9 +26,12 @@ from .arguments import STAGING, ViTTrainingArguments
 from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
+from .machine import keep_freed_memory
 from .modeling_vit_scratch import ViTScratchPreTrainedModel
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
+
+logger = logging.getLogger(__name__)
 
 # Beside the Trainer's own files in a checkpoint.
 TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
@@ -106,6 +110,8 @@ class ViTTrainer(Trainer):
         """
         self._logged_time = None
         self._start_time = time.perf_counter()
+        if self.args.device.type == "cpu" and keep_freed_memory():
+            logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
         self._first_bad_step = torch.tensor(torch.inf)
         if isinstance(self.train_dataset, ImageClassificationStream):
