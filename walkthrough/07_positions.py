@@ -1,0 +1,105 @@
+# %% [markdown]
+# # 7. Positions
+#
+# Attention compares every token with every other, and takes a sum. A sum has no order. If the patches of a photograph
+# are shuffled, attention gives each patch the same output as before, only in the shuffled order. To a transformer as
+# we have it now, these two photographs are the same bag of patches:
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from hf_vit_scratch import reference
+from hf_vit_scratch.modeling_vit_scratch import sincos2d_positions
+
+photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
+image = np.asarray(photograph).transpose(2, 0, 1) / 255
+patches = reference.extract_patches(image, (16, 16))  # (196, 768), that of step 6
+order = np.random.default_rng(0).permutation(196)
+
+
+# %% alt="A photograph of a temple, and the same photograph with its 196 patches in random order"
+def assemble(patches):
+    return patches.reshape(14, 14, 3, 16, 16).transpose(0, 3, 1, 4, 2).reshape(224, 224, 3)
+
+
+figure, panels = plt.subplots(1, 2, figsize=(6.4, 3.3), layout="constrained")
+for panel, title, shown in zip(panels, ("in order", "shuffled"), (patches, patches[order]), strict=True):
+    panel.imshow(assemble(shown))
+    panel.set_title(title)
+    panel.axis("off")
+plt.show()
+
+# %% [markdown]
+# That is a claim, so it is checked: attention on shuffled patches equals the shuffled output of attention.
+
+# %%
+rng = np.random.default_rng(0)
+w_q, w_k, w_v = rng.standard_normal((3, 64, 768)) / np.sqrt(768)
+
+output, _ = reference.attention_head(patches, w_q, w_k, w_v)
+output_of_shuffled, _ = reference.attention_head(patches[order], w_q, w_k, w_v)
+
+difference = np.abs(output_of_shuffled - output[order]).max()
+print(f"largest difference: {difference:.0e}")
+assert difference < 1e-12
+
+# %% [markdown]
+# The remedy: add to each token a vector that says where it is, its **position embedding**. Then the same patch at
+# another place is another token, and queries and keys can ask for places too, as the second and third head of step 3
+# did.
+#
+# What should the vectors be? The Vision Transformer *learns* them: a table with one row for each place, which starts
+# with small random numbers. Others are fixed, with no need to learn: sines and cosines of the column $x$ and the row
+# $y$, at many frequencies $\omega$, so that some entries tell neighbours apart and others tell left from right:
+#
+# $$p(x, y) = [\sin(x \omega), \; \cos(x \omega), \; \sin(y \omega), \; \cos(y \omega)] \quad
+# \mathrm{for} \; \omega \; \mathrm{from} \; 1 \; \mathrm{to} \; 1 / 10000$$
+
+
+# %%
+def positions(rows, cols, width):
+    y, x = (number.reshape(-1, 1) for number in np.mgrid[:rows, :cols])
+    frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
+    return np.hstack(
+        (np.sin(x * frequencies), np.cos(x * frequencies), np.sin(y * frequencies), np.cos(y * frequencies))
+    )
+
+
+table = positions(14, 14, 768)
+difference = np.abs(table - sincos2d_positions((14, 14), 768).numpy()).max()
+print(f"a table of {table.shape}; largest difference from the package: {difference:.0e}")
+assert difference < 1e-12
+
+output, _ = reference.attention_head(patches + table, w_q, w_k, w_v)
+output_of_shuffled, _ = reference.attention_head(patches[order] + table, w_q, w_k, w_v)
+difference = np.abs(output_of_shuffled - output[order]).max()
+print(f"with positions, shuffling now matters: difference {difference:.1f}")
+assert difference > 0.1
+
+# %% [markdown]
+# How alike are the vectors of two places? Each small map below belongs to one place and lies there. It shows the
+# cosine of the angle between the vector of its own place and those of all 14 by 14 places.
+
+# %% alt="Five by five small maps; in each, the bright spot lies at the place to which the map belongs"
+lengths = np.linalg.norm(table, axis=1)
+likeness = (table @ table.T / np.outer(lengths, lengths)).reshape(14, 14, 14, 14)
+places = (0, 3, 6, 10, 13)
+figure, panels = plt.subplots(5, 5, figsize=(5.6, 4.8), layout="constrained")
+for (i, j), panel in np.ndenumerate(panels):
+    shown = panel.imshow(likeness[places[i], places[j]], cmap="viridis", vmax=1, vmin=likeness.min())
+    panel.set(xticks=[], yticks=[])
+    if j == 0:
+        panel.set_ylabel(f"row {places[i]}")
+    if i == 4:
+        panel.set_xlabel(f"column {places[j]}")
+figure.colorbar(shown, ax=panels, label="likeness of two places", shrink=0.8)
+plt.show()
+
+# %% [markdown]
+# Near places have like vectors, and so do places in the same row or column. One token is still missing. At the end
+# somebody must say what the whole image shows, and no patch is fit for that. So one more token is put before the
+# patches, the **class token**. It starts the same for every image, and collects what the patches have to say. 196
+# patches and one class token: that is why step 2 had 197 tokens. Now everything is there for the encoder.
