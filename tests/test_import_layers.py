@@ -25,6 +25,7 @@ LAYERS = {
     "streaming": 3,
     "predict": 3,
     "attention_maps": 4,
+    "explorer": 5,
     "trainer": 4,
     "inspection": 5,
     "cards": 2,

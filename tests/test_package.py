@@ -28,7 +28,8 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
-    assert {"hf_vit_scratch/py.typed", "hf_vit_scratch/model_card_template.md"} <= set(names)
+    files = ("py.typed", "model_card_template.md", "explorer_files/page.css", "explorer_files/space_card.md")
+    assert {f"hf_vit_scratch/{name}" for name in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "recipes", "train")) for name in names)
     assert done.stdout.split(maxsplit=1) == [f"{env_path}/hf_vit_scratch/__init__.py", "(14, 14)\n"], done.stderr
