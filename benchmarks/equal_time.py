@@ -80,7 +80,10 @@ Change = Callable[[ViTScratchForImageClassification], None]
 ARCHITECTURES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "the recipe": ({}, None),
     "learned positions alone": ({"position_embedding_type": "learned"}, None),
-    "no QK-norm": ({"qk_norm": False}, None),
+    "QK-norm": ({"qk_norm": True}, None),
+    "patches not whitened": ({"whiten_patches": False, "patch_initializer_range": 0.4}, None),
+    "width 96": ({"hidden_size": 96, "intermediate_size": 384}, None),
+    "width 192": ({"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}, None),
     "class token instead of the mean": ({"pooling": "cls"}, None),
     "zero-initialised residual outputs": ({}, zero_residual_outputs),
     "LayerScale": ({}, add_layer_scale),
@@ -103,9 +106,9 @@ def changed(change: Change | None) -> Iterator[None]:
 
 
 def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
-    """The model that `train.py` makes of the recipe and these fields."""
-    names = {field for field in RECIPE if hasattr(ViTScratchConfig, field)}
-    config = ViTScratchConfig(**{name: RECIPE[name] for name in names} | fields | {"num_labels": 10})
+    """The model that `train.py` makes of the recipe and these fields, of which the others do not change a step."""
+    chosen = {name: value for name, value in (RECIPE | fields).items() if hasattr(ViTScratchConfig, name)}
+    config = ViTScratchConfig(**chosen | {"num_labels": 10})
     config._attn_implementation = RECIPE["attn_implementation"]
     return train.ViTScratchForImageClassification(config)
 
@@ -213,7 +216,8 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
             data = write_data(args, f"data-{percent}-{seed}", partial(share_of_rows, percent=percent, seed=seed))
             for start, steps in ((None, args.steps), (str(pretrained), args.steps - args.steps // 2)):
                 folder = args.output_dir / f"{'pretrained' if start else 'random'}-{percent}-{seed}"
-                results = trial(folder, data, steps, seed=seed, model=start, **size)
+                whiten = None if start else RECIPE["whiten_patches"]
+                results = trial(folder, data, steps, seed=seed, model=start, whiten_patches=whiten, **size)
                 record(choice="pretrained" if start else "random", percent=percent, seed=seed, steps=steps, **results)
 
 

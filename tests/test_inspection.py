@@ -60,7 +60,7 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
     ]
 
     passed, lines, printed = check(capsys, *argv, "--image_size", "128", "--patch_size", "32",
-                                   "--initial_image_size", "96")  # fmt: skip
+                                   "--initial_image_size", "96", "--whiten_patches", "false")  # fmt: skip
 
     assert not passed
     assert "'flower' has 1 training images, 'temple' 48" in printed

@@ -7,11 +7,18 @@ import pytest
 import torch
 from helpers import TINY, randomise_
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import get_scheduler
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.optimization import MuonWithAdamW, layer_number, parameter_groups, schedule_by_progress
+from hf_vit_scratch.optimization import (
+    BatchedMuon,
+    MuonWithAdamW,
+    layer_number,
+    parameter_groups,
+    schedule_by_progress,
+)
 
 
 def tiny_model(**fields):
@@ -113,6 +120,25 @@ def test_the_two_parts_step_as_the_two_optimizers_alone():
 
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_matrices_that_are_spread_over_devices_step_as_in_torch():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        weights = torch.randn(2, 8, 6)
+        spread = [nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in weights]
+        whole = [nn.Parameter(weight.clone()) for weight in weights]
+        for parameter, same, gradient in zip(spread, whole, torch.randn(2, 8, 6), strict=True):
+            parameter.grad, same.grad = distribute_tensor(gradient, mesh, [Shard(0)]), gradient.clone()
+
+        BatchedMuon(spread, adjust_lr_fn="match_rms_adamw").step()
+        torch.optim.Muon(whole, adjust_lr_fn="match_rms_adamw").step()
+
+        for parameter, same in zip(spread, whole, strict=True):
+            torch.testing.assert_close(parameter.full_tensor(), same, rtol=0, atol=1e-6)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_optimizer_that_is_loaded_goes_on_as_the_saved_one():

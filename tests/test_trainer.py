@@ -1,9 +1,11 @@
 """The Trainer's promises: what decays, what a resumed run restores, and what a loss counts for."""
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -393,8 +395,10 @@ def test_impossible_argument_is_refused(arguments, tmp_path):
         make_trainer(tmp_path, **arguments)
 
 
-def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=0.02, lr_scheduler_type="linear")
+def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch):
+    seconds = itertools.count()  # a clock that goes on by one whenever it is read
+    monkeypatch.setattr("hf_vit_scratch.trainer.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=2, lr_scheduler_type="linear")
 
     trainer.train()
 

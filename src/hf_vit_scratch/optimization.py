@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, get_scheduler
 
@@ -74,8 +75,70 @@ def parameter_groups(
     return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
 
 
+def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of each matrix near 1, by Newton and Schulz's iteration in bfloat16.
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
+
+    Args:
+        matrices: (n, rows, cols).
+        coefficients: a, b and c.
+        steps: Of the iteration.
+        eps: Least norm by which a matrix is divided at first.
+
+    Returns:
+        (n, rows, cols), bfloat16.
+    """
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x  # the smaller products
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon`, for all matrices of one shape at once.
+
+    The mathematics and the state are the same. A layer of a small model has six small matrices, and one after another
+    their steps took a seventh of the time of a training step on two CPU cores; a GPU would start thousands of kernels.
+    Matrices that are spread over devices (FSDP) go one by one, as in torch.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if closure is not None or any(isinstance(parameter, DTensor) for parameter in parameters):
+            return super().step(closure)
+        for group in self.param_groups:
+            by_shape: dict[Any, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape.setdefault((parameter.shape, parameter.device, parameter.dtype), []).append(parameter)
+            for same in by_shape.values():
+                self._step_together(same, group)
+        return None
+
+    def _step_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
+        updates = orthogonalise(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
+        torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for some groups and `torch.optim.AdamW` for the others, as one optimizer.
+    """Muon for some groups and `torch.optim.AdamW` for the others, as one optimizer.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes the update of a matrix nearly
     orthogonal. Its step is scaled to the size of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982,
@@ -91,7 +154,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
         if not of_muon:
             raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
-        self._muon = torch.optim.Muon(of_muon, adjust_lr_fn="match_rms_adamw")
+        self._muon = BatchedMuon(of_muon, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(of_adamw, **adamw) if of_adamw else None
         rest = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([*rest, *self._muon.param_groups], {})

@@ -41,7 +41,7 @@ def whiten_patches(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> No
     if num_patches < length:
         raise UserError(
             f"whiten_patches needs at least {length} patches, as many as numbers in a patch, and the training images "
-            f"have {num_patches}. Leave it out."
+            f"have {num_patches}: --whiten_patches false."
         )
     mean = patches.mean(dim=0)
     variances, directions = torch.linalg.eigh(patches.T.cov(correction=0))
