@@ -10,6 +10,7 @@ Every flag is a field of a dataclass of `hf_vit_scratch.arguments` or of transfo
 
 import json
 import logging
+import math
 import shlex
 import signal
 import sys
@@ -54,7 +55,7 @@ from hf_vit_scratch.metrics import (
 from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
-from hf_vit_scratch.whitening import NUM_IMAGES, whiten_patches
+from hf_vit_scratch.whitening import NUM_PATCHES, whiten_patches
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 
@@ -115,8 +116,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         model_class = ViTScratchForMaskedImageModeling if masked else ViTScratchForImageClassification
         model = model_class(config) if start is None else load_model(model_class, start, config)
     if training_args.whiten_patches:
-        chosen = splits["train"].shuffle(seed=seed).select(range(min(NUM_IMAGES, len(splits["train"]))))
-        sample = ImageClassificationDataset(chosen, image_processor)
+        number = min(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), len(splits["train"]))
+        sample = ImageClassificationDataset(splits["train"].shuffle(seed=seed).select(range(number)), image_processor)
         whiten_patches(model, sample.__getitems__(range(len(sample)))["pixel_values"])
 
     # 4. Trainer
@@ -194,9 +195,8 @@ def main(argv: list[str]) -> dict[str, Any]:
             report |= {"labels": label_names, **details}
             # What begins with "_" is not pushed: the images of a folder stay where they are.
             public = on_the_hub or data_args.data == "digits"
-            draw_mistakes(
-                outputs, test_dataset.rows, label_names, output_dir / (MISTAKES if public else f"_{MISTAKES}")
-            )
+            mistakes = output_dir / (MISTAKES if public else f"_{MISTAKES}")
+            draw_mistakes(outputs, test_dataset.rows, label_names, mistakes)
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (output_dir / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1) + "\n", encoding="utf-8")
         if masked:

@@ -322,10 +322,8 @@ def draw_all(classifier: Any, image: Any) -> dict[str, "Figure"]:
     if not isinstance(model, ViTScratchForImageClassification):
         raise UserError(f"a model of hf_vit_scratch is needed, got {type(model).__name__}; `from_vit` converts one.")
     pixel_values = image_processor(images=image, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
-    grid, seen = (
-        _embeddings(model).patch_embeddings.grid_size(pixel_values),
-        image_of(pixel_values[0], image_processor),
-    )
+    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
+    seen = image_of(pixel_values[0], image_processor)
     maps = attention(model, pixel_values)
     with torch.no_grad():
         probabilities = model(pixel_values).logits[0].float().softmax(dim=-1)
