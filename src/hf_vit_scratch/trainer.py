@@ -393,6 +393,8 @@ class ViTTrainer(Trainer):
         if self._staging:  # asked by `super()._save_checkpoint`
             return
         if self.is_world_process_zero():
+            if self.args.hub_always_push:
+                self._finish_current_push()  # it still reads the files that this one replaces
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
