@@ -19,6 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from hf_vit_scratch.arguments import (
+    ModelArguments,
+    model_config,
+    parse_recipe,
+    refuse_labels,
+    resolve_checkpoint,
+    stage_arguments,
+)
+
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
+
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # it ends here, before the rest takes seconds to load
+    parse_recipe(sys.argv[1:], DEFAULT_RECIPE)
+
 import yaml
 from datasets import Dataset
 from transformers import ViTImageProcessor, set_seed
@@ -30,14 +44,7 @@ from hf_vit_scratch import (
     ViTScratchForImageClassification,
     ViTScratchForMaskedImageModeling,
     inspection,
-)
-from hf_vit_scratch.arguments import (
-    ModelArguments,
-    model_config,
-    parse_recipe,
-    refuse_labels,
-    resolve_checkpoint,
-    stage_arguments,
+    machine,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.cards import MISTAKES, describe_machine
@@ -56,8 +63,6 @@ from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 from hf_vit_scratch.whitening import NUM_PATCHES, whiten_patches
-
-DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 
 NUM_MISTAKES = 24  # in the picture of the most confident ones
 
@@ -93,13 +98,17 @@ def main(argv: list[str]) -> dict[str, Any]:
                 f"{training_args.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
             )
 
+    given = set(yaml.safe_load(recipe))
     if training_args.fit_to_images:
-        choices = inspection.fit_to_images(args, splits["train"], set(yaml.safe_load(recipe)))
+        choices = inspection.fit_to_images(args, splits["train"], given)
         logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(choices))
         recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
 
     # 3. Model
     config, start = model_config(model_args, label_names)
+    if choices := machine.choose(training_args, config, given):
+        logger.info("Chosen for this machine (a flag overrides it):\n  %s", "\n  ".join(choices))
+        recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)

@@ -39,6 +39,34 @@ def test_package_can_be_reloaded():
     importlib.reload(hf_vit_scratch)
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import hf_vit_scratch\nfrom transformers import AutoModel",
+        "from transformers import AutoModel\nimport hf_vit_scratch",
+        "import hf_vit_scratch.modeling_vit_scratch\nfrom transformers import AutoModel",
+    ],
+)
+def test_auto_classes_know_the_model_whichever_is_imported_first(imports):
+    code = f"""{imports}
+from transformers import AutoConfig
+sizes = dict(image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+print(type(AutoModel.from_config(AutoConfig.for_model("vit_scratch", **sizes))).__name__)"""
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.strip() == "ViTScratchModel", done.stderr
+
+
+def test_names_are_listed_before_they_are_loaded():
+    assert {*hf_vit_scratch.__all__} <= {*dir(hf_vit_scratch)}
+
+
+def test_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'hf_vit_scratch' has no attribute 'ViTScratch'"):
+        hf_vit_scratch.ViTScratch  # noqa: B018
+
+
 @pytest.mark.parametrize("module", ["configuration_vit_scratch", "modeling_vit_scratch", "metrics"])
 def test_examples_in_docstrings(module):
     imported = importlib.import_module(f"hf_vit_scratch.{module}")

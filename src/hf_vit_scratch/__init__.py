@@ -1,30 +1,24 @@
 """A Vision Transformer from scratch, as a Hugging Face model.
 
-Importing the package registers the classes with transformers' auto classes; nothing else happens.
+Importing the package lets transformers' auto classes know the model; nothing else happens. torch and transformers are
+loaded when something is taken from the package, and the classes are registered when the auto classes are loaded, or at
+once where they are already.
 """
 
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForMaskedImageModeling,
-)
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from .configuration_vit_scratch import ViTScratchConfig
-from .modeling_vit_scratch import (
-    ViTScratchBackbone,
-    ViTScratchForImageClassification,
-    ViTScratchForMaskedImageModeling,
-    ViTScratchModel,
-)
+import wrapt
 
-# exist_ok: a notebook may reload the package.
-AutoConfig.register(ViTScratchConfig.model_type, ViTScratchConfig, exist_ok=True)
-AutoModel.register(ViTScratchConfig, ViTScratchModel, exist_ok=True)
-AutoModelForImageClassification.register(ViTScratchConfig, ViTScratchForImageClassification, exist_ok=True)
-AutoModelForMaskedImageModeling.register(ViTScratchConfig, ViTScratchForMaskedImageModeling, exist_ok=True)
-AutoBackbone.register(ViTScratchConfig, ViTScratchBackbone, exist_ok=True)
+if TYPE_CHECKING:
+    from .configuration_vit_scratch import ViTScratchConfig
+    from .modeling_vit_scratch import (
+        ViTScratchBackbone,
+        ViTScratchForImageClassification,
+        ViTScratchForMaskedImageModeling,
+        ViTScratchModel,
+    )
 
 __all__ = [
     "ViTScratchBackbone",
@@ -33,3 +27,57 @@ __all__ = [
     "ViTScratchForMaskedImageModeling",
     "ViTScratchModel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a class when it is first asked for (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = "configuration_vit_scratch" if name == "ViTScratchConfig" else "modeling_vit_scratch"
+    globals()[name] = getattr(importlib.import_module(f".{file}", __name__), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """For completion: also what is not loaded yet."""
+    return sorted({*globals(), *__all__})
+
+
+# When the auto classes are loaded, so are ours, unless it is ours that load them; once ours are there, they register.
+# exist_ok: a notebook may reload the package.
+
+
+@wrapt.when_imported("transformers.models.auto.configuration_auto")
+def _load_configuration(auto: ModuleType) -> None:
+    importlib.import_module(".configuration_vit_scratch", __name__)
+
+
+@wrapt.when_imported("transformers.models.auto.modeling_auto")
+def _load_models(auto: ModuleType) -> None:
+    importlib.import_module(".modeling_vit_scratch", __name__)
+
+
+@wrapt.when_imported(f"{__name__}.configuration_vit_scratch")
+def _register_configuration(ours: ModuleType) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.register(ours.ViTScratchConfig.model_type, ours.ViTScratchConfig, exist_ok=True)
+
+
+@wrapt.when_imported(f"{__name__}.modeling_vit_scratch")
+def _register_models(ours: ModuleType) -> None:
+    from transformers import (
+        AutoBackbone,
+        AutoModel,
+        AutoModelForImageClassification,
+        AutoModelForMaskedImageModeling,
+    )
+
+    AutoModel.register(ours.ViTScratchConfig, ours.ViTScratchModel, exist_ok=True)
+    AutoModelForImageClassification.register(
+        ours.ViTScratchConfig, ours.ViTScratchForImageClassification, exist_ok=True
+    )
+    AutoModelForMaskedImageModeling.register(
+        ours.ViTScratchConfig, ours.ViTScratchForMaskedImageModeling, exist_ok=True
+    )
+    AutoBackbone.register(ours.ViTScratchConfig, ours.ViTScratchBackbone, exist_ok=True)

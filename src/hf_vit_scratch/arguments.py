@@ -15,7 +15,6 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .augmentation import POLICIES
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
 from .errors import UserError, blame_the_user
 
@@ -123,7 +122,7 @@ class AugmentationArguments:
     rotation_degrees: float = _flag(0.0, "Largest rotation to either side.")
     translation: float = _flag(0.0, "Largest shift, as a share of height and width.")
     scaling: float = _flag(0.0, "Largest relative change of size.")
-    auto_augment: str | None = _flag(None, f"A policy: {' or '.join(POLICIES)}.")
+    auto_augment: str | None = _flag(None, "A policy: randaugment or trivialaugment.")
     randaugment_num_ops: int = _flag(2, "Operations that RandAugment draws per image.")
     randaugment_magnitude: int = _flag(9, "Strength of RandAugment, 0 to 30.")
     random_erasing_prob: float = _flag(0.0, "Probability that a random rectangle turns grey.")
