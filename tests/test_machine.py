@@ -1,11 +1,17 @@
-"""What is chosen for the machine: seen in a fresh process, as it holds for the whole of one."""
+"""What is chosen for the machine. What holds for a whole process is tried in a fresh one."""
 
 import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import joblib
 import pytest
+import torch
+from helpers import TINY
+
+from hf_vit_scratch import ViTScratchConfig, machine
 
 PAGE_FAULTS = """
 import resource
@@ -47,3 +53,123 @@ def test_what_the_user_has_chosen_stays():
     was_set, faults = page_faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert not was_set
     assert faults > 20_000
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Pretends to be on a CPU with these capabilities."""
+
+    def pretend(**capabilities):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+
+    return pretend
+
+
+def chosen(given=(), mixed_precision="no", **fields):
+    """The precision, the attention, and what was said of them."""
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=False, mixed_precision=mixed_precision)
+    config = ViTScratchConfig(**TINY | {"hidden_size": 128, "num_attention_heads": 4} | fields)
+    lines = machine.choose(args, config, set(given))
+    return args.bf16, args.mixed_precision, config._attn_implementation, " ".join(lines)
+
+
+@pytest.mark.parametrize("name", machine.BF16_INSTRUCTIONS)
+def test_bf16_is_chosen_where_the_cpu_has_instructions_for_it(name, cpu):
+    cpu(avx2=True, **{name: True})
+
+    bf16, mixed_precision, _, said = chosen()
+
+    assert (bf16, mixed_precision) == (True, "bf16")
+    assert "bf16 true" in said
+
+
+def test_float32_stays_where_the_cpu_has_no_instructions_for_bf16(cpu):
+    cpu(avx2=True, avx512_bf16=False)
+    assert chosen()[:2] == (False, "no")
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_precision_that_the_user_chose_stays(flag, cpu):
+    cpu(avx512_bf16=True)
+    assert chosen(given=[flag])[:2] == (False, "no")
+
+
+def test_precision_that_accelerate_was_told_stays(cpu):
+    cpu(avx512_bf16=True)
+    assert chosen(mixed_precision="fp16")[:2] == (False, "fp16")
+
+
+def test_narrow_model_stays_in_float32(cpu):
+    cpu(avx512_bf16=True)
+    assert chosen(hidden_size=machine.MIN_HIDDEN_SIZE_FOR_BF16 - 32)[:2] == (False, "no")
+
+
+def test_attention_is_written_out_for_few_tokens_in_bf16_on_a_cpu(cpu):
+    cpu(avx512_bf16=True)
+    assert chosen()[2] == "eager"
+    few, many = machine.MAX_TOKENS_WRITTEN_OUT, machine.MAX_TOKENS_WRITTEN_OUT + 1
+    choices = [("cpu", few, True), ("cpu", many, True), ("cpu", few, False), ("cuda", few, True)]
+    assert [machine.choose_attention(*choice) for choice in choices] == ["eager", "sdpa", "sdpa", "sdpa"]
+
+
+def test_attention_that_the_user_chose_stays(cpu):
+    cpu(avx512_bf16=True)
+    *_, attention, said = chosen(given=["attn_implementation"])
+    assert attention != "eager"
+    assert "attn" not in said
+
+
+def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert machine.use_no_more_threads_than_cores()
+        assert torch.get_num_threads() == 2
+        assert not machine.use_no_more_threads_than_cores()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_number_of_threads_that_the_user_chose_stays(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 0)
+    assert not machine.use_no_more_threads_than_cores()
+
+
+CROWDED = """
+import os, sys, time
+from hf_vit_scratch.machine import WaitingForCores
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print("ready", flush=True)
+seconds = float(sys.stdin.readline())
+waiting, end = WaitingForCores(), time.perf_counter() + seconds
+while time.perf_counter() < end:
+    pass
+time.sleep(0.5 if not seconds else 0)
+print(waiting.share())
+"""
+
+
+@pytest.mark.skipif(not machine.SCHEDULER_STATISTICS.exists(), reason="the system does not tell")
+def test_waiting_for_a_core_that_others_take_is_measured():
+    command = [sys.executable, "-c", CROWDED]
+    first, second, sleeping = (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    )
+    for process in (first, second, sleeping):
+        assert process.stdout.readline() == "ready\n"
+    for process, seconds in ((first, 2), (second, 2)):  # on one core, at the same time
+        process.stdin.write(f"{seconds}\n")
+        process.stdin.flush()
+    shares = [float(process.communicate(timeout=60)[0]) for process in (first, second)]
+    alone = float(sleeping.communicate("0\n", timeout=60)[0])
+
+    assert min(shares) > 2 * machine.BUSY  # half, where nobody else is there
+    assert alone < machine.BUSY  # one that sleeps does not wait
+
+
+def test_system_that_does_not_tell_counts_as_idle(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SCHEDULER_STATISTICS", tmp_path / "none")
+    assert machine.WaitingForCores().share() == 0

@@ -398,6 +398,17 @@ def test_every_parameter_of_the_classifier_gets_a_gradient(norm_first, pooling, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_of_half_precision_is_summed_in_float32(dtype):
+    scores = torch.randn(4, 1000).to(dtype)  # in bfloat16 a sum of ones would stop at 256
+
+    probs = eager_attention_forward(nn.Identity(), scores[None, None], torch.eye(1000)[None, None].to(dtype),
+                                    torch.eye(1000)[None, None].to(dtype), None, scaling=1.0)[1]  # fmt: skip
+
+    expected = scores.double().softmax(dim=-1)
+    torch.testing.assert_close(probs[0, 0].double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_precision_model_takes_float32_pixels(dtype, pixel_values):
     model = tiny_model(ViTScratchForImageClassification, std=0.1, position_embedding_type="rope2d")

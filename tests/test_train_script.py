@@ -66,6 +66,26 @@ def test_run_leaves_its_results(run):
     }
 
 
+def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    dtypes = set()
+
+    def remember(module, args, output):
+        dtypes.add(getattr(output, "dtype", None))
+
+    recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
+    del recipe["bf16"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    argv = [*SMALL, "--hidden_size", "128", "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
+    with torch.nn.modules.module.register_module_forward_hook(remember):
+        train.main([str(tmp_path / "recipe.yaml"), *argv, "--output_dir", str(tmp_path / "run")])
+
+    assert torch.bfloat16 in dtypes
+    text = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "# chosen: bf16 true" in text
+    assert "# chosen: attn_implementation eager" in text
+
+
 def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):
     flags = ["--max_steps", "1", "--learning_rate", "1e-12", "--whiten_patches", "true"]
     train.main([*SMALL, "--output_dir", str(tmp_path), *flags])
@@ -332,6 +352,20 @@ def test_help_lists_the_flags():
     assert done.returncode == 0
     for flag in ("--patch_size", "--data ", "--horizontal_flip_prob", "--learning_rate"):
         assert flag in done.stdout
+
+
+def test_help_is_given_before_what_it_does_not_need_is_loaded():
+    code = """import runpy, sys
+path = sys.argv.pop(1)
+try:
+    runpy.run_path(path, run_name="__main__")
+except SystemExit as end:
+    print(end.code, {"datasets", "evaluate", "matplotlib", "sklearn"} & set(sys.modules))"""
+
+    command = [sys.executable, "-c", code, ROOT / "train.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.splitlines()[-1] == "0 set()", done.stderr
 
 
 def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):

@@ -407,3 +407,11 @@ def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch)
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 0.95 * 1e-2
     assert rates[-1] < 0.1 * 1e-2
+
+
+def test_busy_machine_is_named_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hf_vit_scratch.machine.WaitingForCores.share", lambda self: 0.25)
+
+    make_trainer(tmp_path).train()
+
+    assert caplog.text.count("busy: 25%") == 1

@@ -1,11 +1,32 @@
-"""What is chosen for the machine that a run is on."""
+"""What is chosen for the machine that a run is on, unless the user has chosen: the one place for it.
+
+Memory, threads, precision, attention. The thresholds are from `benchmarks/`.
+"""
 
 import ctypes
 import os
 import platform
+import time
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import joblib
+import torch
 
 # Of mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+DEFAULT_ATTENTION = "sdpa"  # of transformers
+# On a CPU in bfloat16, up to this many tokens, the attention written out is faster than torch's fused one.
+MAX_TOKENS_WRITTEN_OUT = 256
+# Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32.
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+# On a CPU narrower models lose more by converting between the two than they gain.
+MIN_HIDDEN_SIZE_FOR_BF16 = 96
+
+SCHEDULER_STATISTICS = Path("/proc/self/schedstat")  # of the main thread: ns run, ns waited for a core, times run
+BUSY = 0.1  # share of the time that a process waits for a core, above which the machine counts as busy
 
 
 def keep_freed_memory() -> bool:
@@ -28,3 +49,85 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_MMAP_MAX, 0))
+
+
+def use_no_more_threads_than_cores() -> bool:
+    """Give torch as many threads as this process may use cores, by its affinity and by the quota of its container.
+
+    torch looks at the affinity alone. With more threads than the quota allows, all of them spin while they wait for
+    the one that has been put to sleep. Nothing is changed where the user has chosen (`OMP_NUM_THREADS`).
+
+    Returns:
+        Whether the number was changed.
+    """
+    cores = joblib.cpu_count()
+    if "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= cores:
+        return False
+    torch.set_num_threads(cores)
+    return True
+
+
+def bf16_is_fast(device: str) -> bool:
+    """Whether this type of device multiplies matrices in bfloat16 faster than in float32."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # Without the instructions it is up to hundreds of times slower (https://github.com/pytorch/pytorch/issues/146508).
+    return device == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
+
+
+def choose_attention(device: str, num_tokens: int, bf16: bool) -> str:
+    """The value of `attn_implementation` that is fastest for so many tokens on this type of device."""
+    written_out = device == "cpu" and bf16 and num_tokens <= MAX_TOKENS_WRITTEN_OUT
+    return "eager" if written_out else DEFAULT_ATTENTION
+
+
+def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
+    """Set the precision, the attention and the threads that suit the machine.
+
+    Args:
+        training_args: Transformers' `TrainingArguments`; changed in place.
+        config: A `ViTScratchConfig`; changed in place.
+        given: Names of the flags that the user has given, which stay.
+
+    Returns:
+        What was chosen and why, a line for each.
+    """
+    device, choices = training_args.device.type, []
+    wide = device != "cpu" or config.hidden_size >= MIN_HIDDEN_SIZE_FOR_BF16
+    # What `accelerate launch` was told is a choice, too.
+    if not {"bf16", "fp16"} & given and training_args.mixed_precision == "no" and wide and bf16_is_fast(device):
+        training_args.bf16, training_args.mixed_precision = True, "bf16"
+        choices.append(f"bf16 true: this {device} multiplies matrices faster in bfloat16")
+    tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
+    attention = choose_attention(device, tokens, training_args.bf16)
+    if "attn_implementation" not in given and attention != DEFAULT_ATTENTION:
+        config._attn_implementation = attention
+        choices.append(f"attn_implementation {attention}: the fastest for {tokens} tokens in bf16")
+    if device == "cpu" and use_no_more_threads_than_cores():
+        choices.append(f"{torch.get_num_threads()} threads: as many cores as this process may use")
+    return choices
+
+
+class WaitingForCores:
+    """Measures the share of the time in which this process could run but had no core to run on.
+
+    Other programs take them, or the quota of a container is used up. torch's threads spin while they wait for the one
+    that has none, so that a small part taken can cost most of the speed.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """Seconds waited and seconds passed."""
+        try:
+            waited = int(SCHEDULER_STATISTICS.read_text().split()[1]) / 1e9
+        except (OSError, IndexError):  # not Linux, or its statistics are switched off
+            waited = 0.0
+        return waited, time.monotonic()
+
+    def share(self) -> float:
+        """Since the last call, or since the beginning: 0 to 1, and 0 where the system does not tell."""
+        before, self._before = self._before, self._now()
+        return (self._before[0] - before[0]) / max(self._before[1] - before[1], 1e-9)

@@ -73,11 +73,12 @@ def eager_attention_forward(
     Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and probabilities (B, H, N, N), of which row i
     says how much token i takes from each token. `attention_mask` is added to the scores.
     """
-    scores = query @ key.transpose(-2, -1) * scaling  # (B, H, N, N)
+    scores = query * scaling @ key.transpose(-2, -1)  # (B, H, N, N); the queries are fewer numbers than the scores
     if attention_mask is not None:
         scores = scores + attention_mask
-    # At least float32: in bfloat16 the sum of the exponentials would lose the small ones. float64 stays float64.
-    probs = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    # torch adds the exponentials up in float32 for bfloat16 too, where the small ones would be lost. Autocast may give
+    # the result in float32.
+    probs = scores.softmax(dim=-1).to(query.dtype)
     probs = F.dropout(probs, p=dropout, training=module.training)
     return (probs @ value).transpose(1, 2), probs
 
@@ -577,14 +578,15 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             rotary = rope2d_cos_sin(grid, head_dim, self.config.num_prefix_tokens, like=hidden_states)
         mask = self._attention_scores_mask(hidden_states, attention_mask, eager=output_attentions)
 
-        all_hidden_states = [hidden_states]
-        all_attentions = []
+        all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
             hidden_states, probs = layer(
                 hidden_states, mask, rotary=rotary, output_attentions=output_attentions, **kwargs
             )
-            all_hidden_states.append(hidden_states)
-            all_attentions.append(probs)
+            if output_hidden_states:  # a reference would keep its memory
+                all_hidden_states.append(hidden_states)
+            if output_attentions:
+                all_attentions.append(probs)
 
         # LayerNorm and mean do not commute, so the order is part of the model.
         last_hidden_state = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)

@@ -26,7 +26,7 @@ from .arguments import STAGING, ViTTrainingArguments
 from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
-from .machine import keep_freed_memory
+from .machine import BUSY, WaitingForCores, keep_freed_memory
 from .modeling_vit_scratch import ViTScratchPreTrainedModel
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
@@ -89,6 +89,7 @@ class ViTTrainer(Trainer):
         self._progress = 0.0
         self._first_bad_step = torch.tensor(torch.inf)
         self._staging = False
+        self._waiting: WaitingForCores | None = None
         if self.is_fsdp_enabled:
             # At every step, of the patch embedding, whose output we do not change in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -112,6 +113,7 @@ class ViTTrainer(Trainer):
         self._start_time = time.perf_counter()
         if self.args.device.type == "cpu" and keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
+        self._waiting = WaitingForCores()
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
         self._first_bad_step = torch.tensor(torch.inf)
         if isinstance(self.train_dataset, ImageClassificationStream):
@@ -322,9 +324,20 @@ class ViTTrainer(Trainer):
         if "loss" in logs and self._logged_time is not None:
             logs["images_per_second"] = round(self._images * self.args.world_size / (now - self._logged_time), 1)
             self._images, self._logged_time = 0, now
+            self._warn_if_busy()
         if self.is_in_train:
             logs["minutes"] = round(self._minutes_trained(now), 2)
         super().log(logs, start_time)
+
+    def _warn_if_busy(self) -> None:
+        """Say once that others take the cores, which costs more speed than their share."""
+        if self._waiting is not None and (share := self._waiting.share()) > BUSY:
+            self._waiting = None
+            logger.warning(
+                f"This machine is busy: {share:.0%} of the time training waited for a core that other programs, or "
+                "the quota of a container, kept from it. Meanwhile torch's threads spin; fewer of them can be much "
+                "faster: OMP_NUM_THREADS=1."
+            )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
