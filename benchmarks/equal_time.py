@@ -152,7 +152,8 @@ def trial(output_dir: Path, data: str, steps: int, **flags: Any) -> dict[str, fl
     decay = {"num_decay_steps": round(0.7 * steps), "decay_type": "linear"}
     recipe = RECIPE | {
         "max_train_minutes": None, "max_steps": steps, "lr_scheduler_kwargs": decay, "data": data,
-        "eval_strategy": "steps", "eval_steps": steps, "save_strategy": "no", "output_dir": str(output_dir), **flags,
+        "validation_fraction": 0.1, "eval_strategy": "steps", "eval_steps": steps, "save_strategy": "no",
+        "output_dir": str(output_dir), **flags,
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     path = output_dir.with_suffix(".yaml")

@@ -1,0 +1,481 @@
+"""How fast the model is beside its peers, on the same work, and beside what this machine can do at all.
+
+    python benchmarks/peers.py                                                 everything
+    python benchmarks/peers.py --sizes 32x32 --work training --precision bf16  a part of it
+    python benchmarks/peers.py --sizes 32x32 B/16 --compiled                   through torch.compile
+
+A round runs every model once, one after the other in a new order; a ratio is the peer's time divided by ours in the
+same round, so above 1 we are the faster. Given are the median over the rounds and the quartiles beside it. Training is
+a whole step: forward, loss, backward, AdamW. bf16 is autocast in training, as the Trainer does it, and bfloat16
+weights in inference; "default" is what each has by itself: ours the precision that `hf_vit_scratch.machine` chooses,
+the others fp32. "Products" are the matrix products of the model alone, forward and backward, through the same library
+with everything contiguous: the limit for every model that multiplies these matrices. Peak memory is what the process
+needs beyond the imported libraries; on the CPU it is measured first, each model in a process of its own. The C library
+keeps freed memory (`keep_freed_memory`), for all of them.
+"""
+
+import argparse
+import gc
+import math
+import multiprocessing
+import random
+import resource
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import VisionTransformer as TorchvisionViT
+from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
+from vit_pytorch import ViT as VitPytorchViT
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.cards import describe_machine
+from hf_vit_scratch.conversion import BertComposite
+from hf_vit_scratch.machine import bf16_is_fast, choose_attention, keep_freed_memory
+
+SECONDS_PER_MEASUREMENT = 0.4
+BUSY = 0.1  # share of the cores that others may take before the machine counts as busy
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's numbers, and the images of a batch on a CPU and on an accelerator."""
+
+    name: str
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_labels: int
+    batch_on_cpu: int
+    batch_on_accelerator: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The class token, too."""
+        return 1 + (self.image_size // self.patch_size) ** 2
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("32x32", 32, 4, 256, 12, 8, 10, 64, 1024),
+        Size("Ti/16", 224, 16, 192, 12, 3, 1000, 8, 256),
+        Size("S/16", 224, 16, 384, 12, 6, 1000, 8, 256),
+        Size("B/16", 224, 16, 768, 12, 12, 1000, 8, 128),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the results."""
+
+    size: Size
+    work: str  # inference or training
+    precision: str  # fp32, bf16 or default
+    compiled: bool
+    batch: int
+    device: str
+
+    def __str__(self) -> str:
+        how = "compiled" if self.compiled else "eager"
+        return f"{self.size.name} {self.work} {self.precision} {how}, batch {self.batch}"
+
+
+class Logits(nn.Module):
+    """A model of transformers, giving its logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Pixels (B, C, height, width) -> logits (B, L)."""
+        return self.model(pixel_values).logits
+
+
+class BertClassifier(nn.Module):
+    """BertModel of transformers on patches, and a linear classifier of the class token."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        config = BertConfig(
+            hidden_size=size.hidden_size,
+            intermediate_size=4 * size.hidden_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=size.num_tokens,
+        )
+        patches = nn.Conv2d(3, size.hidden_size, size.patch_size, size.patch_size)
+        bert = BertModel(config, add_pooling_layer=False)
+        self.encoder = BertComposite(bert, patches, torch.zeros(size.hidden_size))
+        self.classifier = nn.Linear(size.hidden_size, size.num_labels)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Pixels (B, C, height, width) -> logits (B, L)."""
+        return self.classifier(self.encoder(pixel_values).last_hidden_state[:, 0])
+
+
+def our_config(size: Size, attention: str) -> ViTScratchConfig:
+    """Of this package's model."""
+    options: dict[str, Any] = {"num_labels": size.num_labels, "attn_implementation": attention}
+    return ViTScratchConfig(
+        image_size=size.image_size,
+        patch_size=size.patch_size,
+        hidden_size=size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        intermediate_size=4 * size.hidden_size,
+        norm_first=True,
+        **options,
+    )
+
+
+def build_ours(size: Size, attention: str) -> nn.Module:
+    """The model of this package."""
+    return Logits(ViTScratchForImageClassification(our_config(size, attention)))
+
+
+def build_transformers(size: Size, attention: str) -> nn.Module:
+    """`ViTForImageClassification` of transformers."""
+    options: dict[str, Any] = {"num_labels": size.num_labels}
+    config = ViTConfig(
+        image_size=size.image_size,
+        patch_size=size.patch_size,
+        hidden_size=size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        intermediate_size=4 * size.hidden_size,
+        **options,
+    )
+    return Logits(ViTForImageClassification(config))
+
+
+def build_timm(size: Size, attention: str) -> nn.Module:
+    """`VisionTransformer` of timm."""
+    return TimmViT(
+        img_size=size.image_size,
+        patch_size=size.patch_size,
+        embed_dim=size.hidden_size,
+        depth=size.num_layers,
+        num_heads=size.num_heads,
+        num_classes=size.num_labels,
+    )
+
+
+def build_torchvision(size: Size, attention: str) -> nn.Module:
+    """`VisionTransformer` of torchvision."""
+    return TorchvisionViT(
+        image_size=size.image_size,
+        patch_size=size.patch_size,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        hidden_dim=size.hidden_size,
+        mlp_dim=4 * size.hidden_size,
+        num_classes=size.num_labels,
+    )
+
+
+def build_vit_pytorch(size: Size, attention: str) -> nn.Module:
+    """`ViT` of vit-pytorch."""
+    return VitPytorchViT(
+        image_size=size.image_size,
+        patch_size=size.patch_size,
+        num_classes=size.num_labels,
+        dim=size.hidden_size,
+        depth=size.num_layers,
+        heads=size.num_heads,
+        dim_head=size.hidden_size // size.num_heads,
+        mlp_dim=4 * size.hidden_size,
+    )
+
+
+def build_bert(size: Size, attention: str) -> nn.Module:
+    """`BertModel` of transformers as an image classifier."""
+    return BertClassifier(size)
+
+
+BUILDERS: dict[str, Callable[[Size, str], nn.Module]] = {
+    "ours": build_ours,
+    "transformers": build_transformers,
+    "timm": build_timm,
+    "torchvision": build_torchvision,
+    "vit-pytorch": build_vit_pytorch,
+    "BertModel": build_bert,
+}
+PEERS = tuple(BUILDERS)[1:]
+
+
+def products(case: Case) -> list[tuple[int, int, int, int, int]]:
+    """The matrix products of one forward pass: how often, how many matrices, and (M, K) times (K, N)."""
+    size, batch, width = case.size, case.batch, case.size.hidden_size
+    tokens, head_dim = batch * size.num_tokens, width // size.num_heads
+    heads = batch * size.num_heads
+    return [
+        (1, 1, batch * (size.num_tokens - 1), 3 * size.patch_size**2, width),
+        (4 * size.num_layers, 1, tokens, width, width),
+        (size.num_layers, heads, size.num_tokens, head_dim, size.num_tokens),
+        (size.num_layers, heads, size.num_tokens, size.num_tokens, head_dim),
+        (size.num_layers, 1, tokens, width, 4 * width),
+        (size.num_layers, 1, tokens, 4 * width, width),
+        (1, 1, batch, width, size.num_labels),
+    ]
+
+
+def floating_point_operations(case: Case) -> int:
+    """Of the matrix products of one call; those of a training step are three times those of a forward pass."""
+    forward = sum(2 * math.prod(numbers) for numbers in products(case))
+    return forward * (3 if case.work == "training" else 1)
+
+
+def limit(case: Case) -> Callable[[], None]:
+    """A function that does the matrix products of one call and nothing else."""
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    operands = []
+    for times, count, m, k, n in products(case):
+        # A linear layer keeps its weight transposed; products of single matrices run through F.linear, as there.
+        left = torch.randn(*([count] if count > 1 else []), m, k, device=case.device).to(dtype)
+        right = torch.randn(*([count] if count > 1 else []), n, k, device=case.device).to(dtype)
+        output = torch.randn(*([count] if count > 1 else []), m, n, device=case.device).to(dtype)
+        operands.append((times, left, right, output))
+
+    @torch.inference_mode()
+    def run() -> None:
+        for times, left, right, output in operands:
+            for _ in range(times):
+                if left.ndim == 2:
+                    F.linear(left, right)
+                else:
+                    left @ right.mT
+                if case.work == "training":  # the gradients of both factors
+                    output @ right
+                    output.mT @ left
+
+    return run
+
+
+def prepare(name: str, case: Case) -> Callable[[], None]:
+    """A function that does the work of `case` once with the model called `name`."""
+    torch.manual_seed(0)
+    if case.precision == "default":
+        fast = name in ("ours", "products") and bf16_is_fast(case.device)
+        case = replace(case, precision="bf16" if fast else "fp32")
+    if name == "products":
+        return limit(case)
+    # Ours has the attention that it chooses for the machine; the others have their own.
+    attention = choose_attention(case.device, case.size.num_tokens, case.precision == "bf16")
+    model = BUILDERS[name](case.size, attention).to(case.device)
+    images = torch.randn(case.batch, 3, case.size.image_size, case.size.image_size, device=case.device)
+    if case.work == "inference":
+        model.eval()
+        if case.precision == "bf16":
+            model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
+        forward = torch.compile(model) if case.compiled else model
+
+        @torch.inference_mode()
+        def infer() -> None:
+            forward(images)
+
+        return infer
+
+    model.train()
+    forward = torch.compile(model) if case.compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    labels = torch.randint(case.size.num_labels, (case.batch,), device=case.device)
+
+    def train() -> None:
+        with torch.autocast(case.device, torch.bfloat16, enabled=case.precision == "bf16"):
+            loss = F.cross_entropy(forward(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def seconds(call: Callable[[], None], times: int, device: str) -> float:
+    """Of one of `times` calls, on average."""
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def share_taken_by_others(patience: float = 1.0) -> float:
+    """Share of the cores that is in use while this process waits; what the host has taken away counts too."""
+    return psutil.cpu_percent(interval=patience) / 100
+
+
+def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of each model in each round."""
+    calls = {name: prepare(name, case) for name in names}
+    repetitions = {}
+    for name, call in calls.items():
+        call()  # compiles, and takes its memory
+        call()
+        once = seconds(call, 1, case.device)
+        repetitions[name] = max(1, math.ceil(SECONDS_PER_MEASUREMENT / once))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        order = list(names)
+        shuffle(order)
+        for name in order:
+            times[name].append(seconds(calls[name], repetitions[name], case.device))
+    return times
+
+
+def peak_memory(name: str, case: Case, connection: Any = None) -> int:
+    """Bytes that two calls need at most; on the CPU to be called in a process of its own."""
+    if case.device != "cpu":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        before = psutil.Process().memory_info().rss
+    call = prepare(name, case)
+    call()
+    call()
+    if case.device != "cpu":
+        return torch.cuda.max_memory_allocated() - before
+    needed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    if connection is not None:
+        connection.send(needed)
+    return needed
+
+
+def peak_memory_in_child(name: str, case: Case) -> int:
+    """The same in a child, which has all libraries already. No thread may have been started here before."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=peak_memory, args=(name, case, sender))
+    child.start()
+    child.join()
+    if not receiver.poll():
+        raise RuntimeError(f"{name} did not survive {case}: exit code {child.exitcode}")
+    return receiver.recv()
+
+
+def quartiles(numbers: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, middle, high
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The rows that the command line asks for."""
+    for precision in args.precision:
+        for work in args.work:
+            for name in args.sizes:
+                size = SIZES[name]
+                batch = size.batch_on_cpu if args.device == "cpu" else size.batch_on_accelerator
+                for number in [batch] if work == "training" else [1, batch]:
+                    yield Case(size, work, precision, args.compiled, number, args.device)
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """The results as Markdown."""
+    peers = [name for name in names if name not in ("ours", "products")]
+    lines = [
+        "| work | ours, images/s | "
+        + " | ".join(f"{name} / ours" for name in peers)
+        + " | share of the limit | TFLOP/s |",
+        "| --- " * (len(peers) + 4) + "|",
+    ]
+    for row in rows:
+        ratios = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*row["ratio"][name]) for name in peers]
+        share = "{1:.0%} ({0:.0%} to {2:.0%})".format(*row["ratio"]["products"])
+        busy = f"; machine busy by {row['busy']:.0%}" if row["busy"] > BUSY else ""
+        cells = [row["case"] + busy, f"{row['images_per_second']['ours']:.4g}", *ratios, share, f"{row['tflops']:.3g}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    if any(row["peak_memory"] for row in rows):
+        models = [name for name in names if name != "products"]
+        lines += ["", "| peak memory, MB | " + " | ".join(models) + " |", "| --- " * (len(models) + 1) + "|"]
+        for row in rows:
+            if row["peak_memory"]:
+                numbers = [f"{row['peak_memory'][name] / 1e6:.0f}" for name in models]
+                lines.append(f"| {row['case']} | " + " | ".join(numbers) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--work", nargs="+", choices=("inference", "training"), default=["inference", "training"])
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "default"), default=["fp32", "bf16"])
+    parser.add_argument("--compiled", action="store_true", help="all models through torch.compile")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--skip_memory", action="store_true")
+    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    args = parser.parse_args()
+    names = ["ours", *args.peers, "products"]
+    todo = list(cases(args))
+    keep_freed_memory()
+
+    memory: dict[Case, dict[str, int]] = {}
+    if not args.skip_memory and not args.compiled:
+        needed = peak_memory_in_child if args.device == "cpu" else peak_memory
+        memory = {case: {name: needed(name, case) for name in names[:-1]} for case in todo if case.batch > 1}
+
+    rows = []
+    for case in todo:
+        busy = share_taken_by_others()
+        times = measure(case, names, args.rounds)
+        ours = statistics.median(times["ours"])
+        ratio = {
+            name: quartiles([peer / mine for peer, mine in zip(times[name], times["ours"], strict=True)])
+            for name in names[1:]
+        }
+        rows.append(
+            {
+                "case": str(case),
+                "images_per_second": {name: case.batch / statistics.median(times[name]) for name in names},
+                "ratio": ratio,
+                "tflops": floating_point_operations(case) / ours / 1e12,
+                "peak_memory": memory.get(case, {}),
+                "busy": busy,
+            }
+        )
+        print(f"{case}: " + ", ".join(f"{name} {ratio[name][1]:.2f}" for name in names[1:]), flush=True)
+        if args.compiled:
+            torch.compiler.reset()
+        gc.collect()
+
+    machine = describe_machine()
+    command = shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])
+    text = f"""# The model beside its peers, {date.today()}
+
+`{command}` on {machine["hardware"]}, with {torch.get_num_threads()} threads.
+{machine["versions"]}, timm {version("timm")}, vit-pytorch {version("vit-pytorch")}.
+Medians of {args.rounds} interleaved rounds, and quartiles. Above 1 ours is the faster. What is measured: `peers.py`.
+
+{table(rows, names)}
+"""
+    how = "_compiled" if args.compiled else ""
+    path = args.output or Path(__file__).parent / f"{date.today()}_peers_{args.device}{how}.md"
+    path.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What a user waits for before anything happens: imports, `--help`, and loading a saved model.
+
+    python benchmarks/start_up.py --model runs/digits
+
+Each is a fresh process; all in turn, round by round, after one round that is not counted. Given are the medians of the
+seconds of the whole process, and quartiles.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+from peers import quartiles
+
+from hf_vit_scratch.cards import describe_machine
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder that train.py has written")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    args = parser.parse_args()
+
+    commands = {
+        name: ["-c", name]
+        for name in (
+            "import transformers",
+            "import transformers, hf_vit_scratch",
+            "import torch",
+            "from transformers import PreTrainedModel",
+            "from hf_vit_scratch import ViTScratchModel",
+            "from transformers import TrainingArguments",
+        )
+    }
+    commands["train.py --help"] = [str(ROOT / "train.py"), "--help"]
+    if args.model:
+        load = "from transformers import AutoModelForImageClassification as A\nA.from_pretrained"
+        commands[f"load {args.model}"] = ["-c", f"import hf_vit_scratch\n{load}({args.model!r})"]
+
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(args.rounds + 1):
+        for name, command in commands.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, capture_output=True)
+            seconds[name].append(time.perf_counter() - start)
+
+    machine = describe_machine()
+    lines = [
+        f"# Start-up, {date.today()}",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/start_up.py', *sys.argv[1:]])}` on {machine['hardware']}.",
+        f"{machine['versions']}. Medians of {args.rounds} rounds, and quartiles.",
+        "",
+        "| process | seconds |",
+        "| --- | --- |",
+    ]
+    for name, times in seconds.items():
+        low, median, high = quartiles(times[1:])
+        lines.append(f"| `{name}` | {median:.2f} ({low:.2f} to {high:.2f}) |")
+    text = "\n".join(lines) + "\n"
+    (args.output or Path(__file__).parent / f"{date.today()}_start_up.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
