@@ -1,6 +1,7 @@
 """The model against independent implementations, in float64 with every parameter random."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -395,6 +396,19 @@ def test_every_parameter_of_the_classifier_gets_a_gradient(norm_first, pooling, 
 
     # A key's bias adds the same to all scores of a query and cancels in the softmax; not so after a norm.
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_outputs_of_layers_are_not_kept_where_nobody_asked(pixel_values):
+    model = ViTScratchModel(ViTScratchConfig(**TINY | {"num_hidden_layers": 3}))
+    outputs, alive = [], []
+    model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output[0])))
+    model.layers[2].register_forward_hook(lambda module, args, output: alive.append(outputs[-1]() is not None))
+
+    model(pixel_values)
+    model(pixel_values, output_hidden_states=True)
+
+    assert alive == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
