@@ -5,6 +5,7 @@ from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
+from hf_vit_scratch.figures import plot_curves
 from hf_vit_scratch.metrics import (
     TopKAccuracy,
     compute_metrics,
@@ -94,3 +95,12 @@ def test_most_confident_mistakes_come_first():
 
     assert most_confident_mistakes(predictions, np.array([0, 0, 0, 0, 0]), 2) == [2, 4]
     assert most_confident_mistakes(predictions, ranked[:, 0], 2) == []
+
+
+def test_curves_leave_out_what_was_not_logged(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **kwargs: drawn.extend(figure.axes))
+
+    plot_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "curves.png")
+
+    assert [axes.get_title() for axes in drawn if axes.axison] == ["loss"]

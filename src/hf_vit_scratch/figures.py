@@ -30,10 +30,12 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
             points = [(logs["step"], float(logs[name])) for logs in log_history if name in logs]
             if points:
                 axes.plot(*zip(*points, strict=True), marker=".", label=name)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
         if axes.lines:
+            axes.set(title=title, xlabel="step")
+            axes.grid(alpha=0.3)
             axes.legend()
+        else:  # of a run that was not evaluated, for example
+            axes.set_axis_off()
     figure.savefig(path, dpi=110)
 
 
