@@ -87,7 +87,7 @@ def make_card(
     accuracies = [100 * report["test_accuracy"] for report in reports]
     accuracy = f"{np.mean(accuracies):.1f}%"
     if len(runs) > 1:
-        accuracy += f" ({', '.join(f'{value:.1f}' for value in accuracies)} with {len(runs)} seeds)"
+        accuracy += f" ({', '.join(f'{value:.1f}' for value in accuracies)} in {len(runs)} runs)"
 
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = "" if output.name == "README.md" else f"{output.stem}_"
@@ -120,7 +120,7 @@ def make_card(
                     dataset_name=data,
                     dataset_split="test",
                     metric_type="accuracy",
-                    metric_value=float(np.mean(accuracies)) / 100,
+                    metric_value=round(float(np.mean(accuracies)) / 100, 6),
                 )
             ],
         ),
