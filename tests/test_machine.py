@@ -104,6 +104,18 @@ def test_narrow_model_stays_in_float32(cpu):
     assert chosen(hidden_size=machine.MIN_HIDDEN_SIZE_FOR_BF16 - 32)[:2] == (False, "no")
 
 
+def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):
+    (tmp_path / "c++").touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not machine.can_compile("cpu")
+    assert machine.can_compile("cuda")
+    (tmp_path / "Python.h").touch()
+    assert machine.can_compile("cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not machine.can_compile("cpu")
+
+
 def test_attention_is_written_out_for_few_tokens_in_bf16_on_a_cpu(cpu):
     cpu(avx512_bf16=True)
     assert chosen()[2] == "eager"

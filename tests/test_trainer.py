@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import TINY
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 from transformers import TrainerCallback, ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
@@ -415,3 +416,48 @@ def test_busy_machine_is_named_once(tmp_path, monkeypatch, caplog):
     make_trainer(tmp_path).train()
 
     assert caplog.text.count("busy: 25%") == 1
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of itself
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_are_compiled_once_for_all_and_for_every_size_of_batch(tmp_path):
+    trainer = make_trainer(
+        tmp_path, fields={"num_hidden_layers": 3}, torch_compile=True, torch_compile_backend="aot_eager",
+        per_device_train_batch_size=9,
+    )  # fmt: skip
+
+    trainer.train()  # 24 images: 9, 9, 6
+    trainer.evaluate(RandomImages(5))
+
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["frames"]["ok"] == 1
+    assert not any("_orig_mod" in name for name in trainer.model.state_dict())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_that_differ_are_compiled_with_the_model(tmp_path):
+    fields = {"num_hidden_layers": 3, "drop_path_rate": 0.2}
+    trainer = make_trainer(tmp_path, fields, torch_compile=True, torch_compile_backend="aot_eager", max_steps=1)
+
+    trainer.train()
+
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    trainer = make_trainer(tmp_path, torch_compile=True)
+
+    trainer.train()
+
+    assert "torch_compile needs a C++ compiler" in caplog.text
+    assert counters["stats"]["unique_graphs"] == 0

@@ -6,6 +6,9 @@ Memory, threads, precision, attention. The thresholds are from `benchmarks/`.
 import ctypes
 import os
 import platform
+import shutil
+import sys
+import sysconfig
 import time
 from collections.abc import Set
 from pathlib import Path
@@ -73,6 +76,14 @@ def bf16_is_fast(device: str) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     # Without the instructions it is up to hundreds of times slower (https://github.com/pytorch/pytorch/issues/146508).
     return device == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
+
+
+def can_compile(device: str) -> bool:
+    """Whether torch's compiler finds what it needs for this type of device."""
+    if device != "cpu":
+        return True  # Triton brings its own
+    compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+    return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def choose_attention(device: str, num_tokens: int, bf16: bool) -> str:
