@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from hf_vit_scratch.arguments import (
+    Arguments,
     ModelArguments,
+    claimed,
     model_config,
     parse_recipe,
     refuse_labels,
@@ -71,18 +73,24 @@ logger = logging.getLogger("train")
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Train as the command line says; return the metrics of the test split."""
-    # 1. Arguments, logging, seed
+    # 1. Arguments, logging, and the folder of the run
     args, recipe = parse_recipe(argv, DEFAULT_RECIPE)
-    model_args, data_args, augmentation_args, mixing_args, training_args = args
+    training_args = args[-1]
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
-    checkpoint = resolve_checkpoint(training_args, recipe)
+    with claimed(training_args):
+        return run(args, recipe, resolve_checkpoint(training_args, recipe), argv)
+
+
+def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -> dict[str, Any]:
+    """Train in a folder that no other run uses."""
+    model_args, data_args, augmentation_args, mixing_args, training_args = args
     if (metric := training_args.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
     with blame_the_user():
         set_seed(training_args.seed)  # before the model exists: its first weights are part of the run
 
-    # 2. Data
+    # 2. Seed and data
     seed, masked = training_args.seed, training_args.task == "masked-image-modeling"
     if masked:
         refuse_labels(args)

@@ -10,11 +10,8 @@ batches. One thread per process. Given are the medians of the rounds, all parts 
 import argparse
 import io
 import itertools
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +20,13 @@ import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
-from peers import quartiles
+from peers import quartiles, write_results
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch.augmentation import Augmentation
-from hf_vit_scratch.cards import describe_machine
 from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate, decode_image
 
 SECONDS = 1.5  # that each part is measured in a round
@@ -151,23 +147,11 @@ def main() -> None:
         for name, step in steps.items():
             rates[name].append(images_per_second(step))
 
-    command = shlex.join(["python", "benchmarks/data_path.py", *sys.argv[1:]])
-    machine = describe_machine()
-    lines = [
-        f"# The way of an image to the device, {date.today()}",
-        "",
-        f"`{command}` on {machine['hardware']}.",
-        f"{machine['versions']}. Medians of {args.rounds} rounds, and quartiles.",
-        "",
-        "| part | images/s |",
-        "| --- | --- |",
-    ]
+    lines = ["| part | images/s |", "| --- | --- |"]
     for name, numbers in rates.items():
         low, median, high = quartiles(numbers)
         lines.append(f"| {name} | {median:.0f} ({low:.0f} to {high:.0f}) |")
-    text = "\n".join(lines) + "\n"
-    (args.output or Path(__file__).parent / f"{date.today()}_data_path.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_results(__file__, "The way of an image to the device", lines, args)
 
 
 if __name__ == "__main__":

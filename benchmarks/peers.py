@@ -24,7 +24,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -132,19 +132,22 @@ class BertClassifier(nn.Module):
         return self.classifier(self.encoder(pixel_values).last_hidden_state[:, 0])
 
 
+def fields(size: Size) -> dict[str, Any]:
+    """What the configurations of transformers' models and of ours call alike."""
+    return {
+        "image_size": size.image_size,
+        "patch_size": size.patch_size,
+        "hidden_size": size.hidden_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "intermediate_size": 4 * size.hidden_size,
+        "num_labels": size.num_labels,
+    }
+
+
 def our_config(size: Size, attention: str) -> ViTScratchConfig:
     """Of this package's model."""
-    options: dict[str, Any] = {"num_labels": size.num_labels, "attn_implementation": attention}
-    return ViTScratchConfig(
-        image_size=size.image_size,
-        patch_size=size.patch_size,
-        hidden_size=size.hidden_size,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        intermediate_size=4 * size.hidden_size,
-        norm_first=True,
-        **options,
-    )
+    return ViTScratchConfig(**fields(size), norm_first=True, attn_implementation=attention)
 
 
 def build_ours(size: Size, attention: str) -> nn.Module:
@@ -154,17 +157,7 @@ def build_ours(size: Size, attention: str) -> nn.Module:
 
 def build_transformers(size: Size, attention: str) -> nn.Module:
     """`ViTForImageClassification` of transformers."""
-    options: dict[str, Any] = {"num_labels": size.num_labels}
-    config = ViTConfig(
-        image_size=size.image_size,
-        patch_size=size.patch_size,
-        hidden_size=size.hidden_size,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        intermediate_size=4 * size.hidden_size,
-        **options,
-    )
-    return Logits(ViTForImageClassification(config))
+    return Logits(ViTForImageClassification(ViTConfig(**fields(size))))
 
 
 def build_timm(size: Size, attention: str) -> nn.Module:
@@ -379,6 +372,36 @@ def quartiles(numbers: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def write_results(script: str, title: str, lines: Iterable[str], args: argparse.Namespace, suffix: str = "") -> Path:
+    """Print and write Markdown, under a head that says how it was measured.
+
+    Args:
+        script: `__file__` of the benchmark.
+        title: Of the results.
+        lines: Of the results.
+        args: Of the command line, with `rounds`, and with `output`, by default a dated file beside the script.
+        suffix: Of the name of that file.
+
+    Returns:
+        The file.
+    """
+    machine = describe_machine()
+    command = shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]])
+    head = [
+        f"# {title}, {date.today()}",
+        "",
+        f"`{command}` on {machine['hardware']}, with {torch.get_num_threads()} threads.",
+        f"{machine['versions']}, timm {version('timm')}, vit-pytorch {version('vit-pytorch')}.",
+        f"Medians of {args.rounds} rounds, and quartiles. What is measured: `{Path(script).name}`.",
+        "",
+    ]
+    text = "\n".join([*head, *lines]) + "\n"
+    path = args.output or Path(script).parent / f"{date.today()}_{Path(script).stem}{suffix}.md"
+    path.write_text(text, encoding="utf-8")
+    print(text)
+    return path
+
+
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     """The rows that the command line asks for."""
     for precision in args.precision:
@@ -390,8 +413,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                     yield Case(size, work, precision, args.compiled, number, args.device)
 
 
-def table(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """The results as Markdown."""
+def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """The results as lines of Markdown."""
     peers = [name for name in names if name not in ("ours", "products")]
     lines = [
         "| work | ours, images/s | "
@@ -412,7 +435,7 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> str:
             if row["peak_memory"]:
                 numbers = [f"{row['peak_memory'][name] / 1e6:.0f}" for name in models]
                 lines.append(f"| {row['case']} | " + " | ".join(numbers) + " |")
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:
@@ -461,20 +484,9 @@ def main() -> None:
             torch.compiler.reset()
         gc.collect()
 
-    machine = describe_machine()
-    command = shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])
-    text = f"""# The model beside its peers, {date.today()}
-
-`{command}` on {machine["hardware"]}, with {torch.get_num_threads()} threads.
-{machine["versions"]}, timm {version("timm")}, vit-pytorch {version("vit-pytorch")}.
-Medians of {args.rounds} interleaved rounds, and quartiles. Above 1 ours is the faster. What is measured: `peers.py`.
-
-{table(rows, names)}
-"""
-    how = "_compiled" if args.compiled else ""
-    path = args.output or Path(__file__).parent / f"{date.today()}_peers_{args.device}{how}.md"
-    path.write_text(text, encoding="utf-8")
-    print(text)
+    lines = ["Above 1 ours is the faster.", "", *table(rows, names)]
+    suffix = f"_{args.device}{'_compiled' if args.compiled else ''}"
+    write_results(__file__, "The model beside its peers", lines, args, suffix)
 
 
 if __name__ == "__main__":

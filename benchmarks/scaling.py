@@ -10,23 +10,19 @@ CPU each has one thread, and so has the one process that they are compared with.
 
 import argparse
 import random
-import shlex
 import socket
 import statistics
-import sys
 import time
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from peers import SIZES, Case, Size, build_ours, floating_point_operations, prepare, quartiles, seconds
+from peers import SIZES, Case, Size, build_ours, floating_point_operations, prepare, quartiles, seconds, write_results
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_vit_scratch.cards import describe_machine
 from hf_vit_scratch.machine import bf16_is_fast, choose_attention
 
 BASE = SIZES["32x32"]
@@ -117,14 +113,9 @@ def main() -> None:
         for point in order:
             times[point].append(seconds(calls[point], 2, device))
 
-    machine = describe_machine()
     lines = [
-        f"# What a training step costs, {date.today()}",
-        "",
-        f"`{shlex.join(['python', 'benchmarks/scaling.py', *sys.argv[1:]])}` on {machine['hardware']}, with",
-        f"{torch.get_num_threads()} threads. {machine['versions']}. {'bf16' if bf16 else 'fp32'}; hidden size",
-        f"{BASE.hidden_size}, {BASE.num_layers} layers, patches of {BASE.patch_size}, batch {batch}, but for one.",
-        f"Medians of {args.rounds} rounds, and quartiles.",
+        f"{'bf16' if bf16 else 'fp32'}; hidden size {BASE.hidden_size}, {BASE.num_layers} layers, patches of "
+        f"{BASE.patch_size}, batch {batch}, but for one.",
     ]
     figure = Figure(figsize=(10, 3), layout="constrained")
     for axes, (curve, cases) in zip(figure.subplots(1, 3), points.items(), strict=True):
@@ -143,11 +134,8 @@ def main() -> None:
         lines += ["", "| processes | images/s |", "| --- | --- |"]
         lines += [f"| {number} | {statistics.median(rates):.4g} |" for number, rates in processes.items()]
         lines += ["", "Two processes to one: {1:.2f} ({0:.2f} to {2:.2f}).".format(*gain)]
-    text = "\n".join(lines) + "\n"
-    output = args.output or Path(__file__).parent / f"{date.today()}_scaling_{device}.md"
-    output.write_text(text, encoding="utf-8")
-    figure.savefig(output.with_suffix(".png"), dpi=100)
-    print(text)
+    path = write_results(__file__, "What a training step costs", lines, args, f"_{device}")
+    figure.savefig(path.with_suffix(".png"), dpi=100)
 
 
 if __name__ == "__main__":

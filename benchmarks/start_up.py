@@ -7,16 +7,12 @@ seconds of the whole process, and quartiles.
 """
 
 import argparse
-import shlex
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
-from peers import quartiles
-
-from hf_vit_scratch.cards import describe_machine
+from peers import quartiles, write_results
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,22 +48,11 @@ def main() -> None:
             subprocess.run([sys.executable, *command], check=True, capture_output=True)
             seconds[name].append(time.perf_counter() - start)
 
-    machine = describe_machine()
-    lines = [
-        f"# Start-up, {date.today()}",
-        "",
-        f"`{shlex.join(['python', 'benchmarks/start_up.py', *sys.argv[1:]])}` on {machine['hardware']}.",
-        f"{machine['versions']}. Medians of {args.rounds} rounds, and quartiles.",
-        "",
-        "| process | seconds |",
-        "| --- | --- |",
-    ]
+    lines = ["| process | seconds |", "| --- | --- |"]
     for name, times in seconds.items():
         low, median, high = quartiles(times[1:])
         lines.append(f"| `{name}` | {median:.2f} ({low:.2f} to {high:.2f}) |")
-    text = "\n".join(lines) + "\n"
-    (args.output or Path(__file__).parent / f"{date.today()}_start_up.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_results(__file__, "Start-up", lines, args)
 
 
 if __name__ == "__main__":

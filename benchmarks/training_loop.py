@@ -9,25 +9,21 @@ and the ratio to the bare loop in the same round with its quartiles.
 
 import argparse
 import random
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from peers import SIZES, Size, our_config, quartiles
+from peers import SIZES, Size, our_config, quartiles, write_results
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.arguments import ViTTrainingArguments
-from hf_vit_scratch.cards import describe_machine
 from hf_vit_scratch.machine import choose_attention, keep_freed_memory
 from hf_vit_scratch.trainer import ViTTrainer
 
@@ -177,19 +173,9 @@ def main() -> None:
             lines.append(f"| {name} {precision}, batch {batch} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
 
-    machine = describe_machine()
-    command = shlex.join(["python", "benchmarks/training_loop.py", *sys.argv[1:]])
-    text = f"""# The loop around a training step, {date.today()}
-
-`{command}` on {machine["hardware"]}, with {torch.get_num_threads()} threads.
-{machine["versions"]}.
-Medians of {args.rounds} interleaved rounds of {args.steps} steps, and quartiles.
-
-"""
-    text += "\n".join(lines) + "\n"
-    path = args.output or Path(__file__).parent / f"{date.today()}_training_loop_{'cpu' if use_cpu else 'cuda'}.md"
-    path.write_text(text, encoding="utf-8")
-    print(text)
+    lines.insert(0, f"Runs of {args.steps} steps.\n")
+    suffix = "_cpu" if use_cpu else "_cuda"
+    write_results(__file__, "The loop around a training step", lines, args, suffix)
 
 
 if __name__ == "__main__":

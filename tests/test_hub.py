@@ -1,5 +1,6 @@
 """Pushing to a Hub and loading from it, by the real client over HTTP; with the package, and without it."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -22,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")
 PARTS = ("tester/configuration", "tester/homeless")  # repositories that hold no whole model, or no image processor
 COMPLETE = {
-    "README.md", "config.json", "configuration_vit_scratch.py", "model.safetensors", "modeling_vit_scratch.py",
-    "preprocessor_config.json",
+    "README.md", "SHA256SUMS", "config.json", "configuration_vit_scratch.py", "model.safetensors",
+    "modeling_vit_scratch.py", "preprocessor_config.json",
 }  # fmt: skip
 
 PUSH = """
@@ -173,6 +174,14 @@ def test_every_commit_is_complete(pushed):
             assert expected <= set(files), (repo, message)
             strange = {path for path in files if path.startswith(("checkpoint-", "_", "last/", "best/"))}
             assert not strange, (repo, message)
+
+
+def test_checksums_of_every_commit_are_those_of_its_weights(pushed):
+    for repo, commits in pushed[0].items():
+        for _, message, files in commits:
+            if repo != "tester/configuration":
+                listed = f"{hashlib.sha256(files['model.safetensors']).hexdigest()}  model.safetensors\n"
+                assert files["SHA256SUMS"].decode() == listed, (repo, message)
 
 
 def test_checkpoint_is_in_the_repository_and_whole(pushed):

@@ -18,15 +18,6 @@ from hf_vit_scratch.arguments import STAGING
 from hf_vit_scratch.errors import UserError
 
 
-def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path):
-    script = Path(__file__).with_name("kill_and_resume.py")
-
-    done = subprocess.run([sys.executable, script, tmp_path, "3"], capture_output=True, text=True, timeout=300)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("'model': True, 'trained weights': True, 'optimizer': True") == 3
-
-
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     argv = [*SMALL, "--max_steps", "200", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
             "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",

@@ -2,21 +2,26 @@
 
 import difflib
 import json
+import logging
 import math
 import re
 from argparse import ArgumentDefaultsHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
 from .errors import UserError, blame_the_user
+
+logger = logging.getLogger(__name__)
 
 TASKS = ("image-classification", "masked-image-modeling")
 
@@ -78,6 +83,7 @@ class DataArguments:
     corrupt_images: str = _flag(
         "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
     )
+    follow_links: bool = _flag(False, "Let links in a folder of images lead out of it.")
 
     def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
         """The arguments of `hf_vit_scratch.streaming.stream_splits`.
@@ -101,7 +107,7 @@ class DataArguments:
                 raise UserError(
                     f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
                 )
-        cutting = ("streaming", "validation_fraction", "test_fraction", "corrupt_images")
+        cutting = ("streaming", "validation_fraction", "test_fraction", "corrupt_images", "follow_links")
         return {name: value for name, value in vars(self).items() if name not in cutting}
 
     def for_loading(self) -> dict[str, Any]:
@@ -354,6 +360,9 @@ def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> di
 # Folder, within that of the run, of a checkpoint that is being written. The Trainer pushes nothing with such a name.
 STAGING = "_incomplete"
 
+# File, there, that a run holds locked. What begins with "_" is not pushed.
+LOCK = "_lock"
+
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
@@ -362,6 +371,32 @@ RESUMABLE = {
     "per_device_eval_batch_size", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_always_push", "hub_revision", "license", "use_cpu",
 }  # fmt: skip
+
+
+@contextmanager
+def claimed(args: ViTTrainingArguments) -> Iterator[None]:
+    """Keep other runs out of `output_dir`. The system ends the claim with the process, however that ends.
+
+    Raises:
+        UserError: Another run is at work there.
+    """
+    output_dir = Path(args.output_dir)
+    if not args.should_save or output_dir.is_file():  # another process has claimed it; `resolve_checkpoint` refuses it
+        yield
+        return
+    with blame_the_user():
+        output_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output_dir / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | None:
@@ -395,6 +430,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
 
 
 def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
+    from .modeling_vit_scratch import damaged_files  # which takes longer to load than `--help` may take
+
     output_dir = Path(args.output_dir)
     wanted = str(args.resume_from_checkpoint or "false")
     if wanted.lower() == "true":
@@ -404,15 +441,25 @@ def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
             raise UserError(
                 f"{output_dir} holds no checkpoint to resume from. Start without --resume_from_checkpoint."
             )
-        return str(max(complete, key=lambda folder: int(folder.name.rpartition("-")[2])))
+        for folder in sorted(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
+            damaged = damaged_files(folder)
+            if not damaged:
+                return str(folder)
+            logger.warning("%s is damaged (%s) and not used.", folder, ", ".join(damaged))
+        raise UserError(f"{output_dir} holds no checkpoint that is not damaged. Start anew in another --output_dir.")
 
     checkpoint = None if wanted.lower() == "false" else Path(wanted)
     if checkpoint is not None and not (checkpoint / "trainer_state.json").is_file():
         raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
+    if checkpoint is not None and (damaged := damaged_files(checkpoint)):
+        raise UserError(
+            f"--resume_from_checkpoint: {wanted} is damaged ({', '.join(damaged)}). With `true` the newest checkpoint "
+            "that is not damaged is taken."
+        )
     if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
         return str(checkpoint)
     # What a check, or a run that was killed before its first checkpoint, leaves can be overwritten.
-    remains = {"recipe.yaml", "samples.png", STAGING}
+    remains = {"recipe.yaml", "samples.png", STAGING, LOCK}
     if output_dir.exists() and (not output_dir.is_dir() or {path.name for path in output_dir.iterdir()} - remains):
         raise UserError(
             f"{output_dir} is not empty, and a run is never overwritten. Continue it with "

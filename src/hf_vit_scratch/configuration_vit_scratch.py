@@ -35,6 +35,8 @@ AUTO_MAP = {
     "AutoModelForMaskedImageModeling": "modeling_vit_scratch.ViTScratchForMaskedImageModeling",
     "AutoBackbone": "modeling_vit_scratch.ViTScratchBackbone",
 }
+# Beyond these nothing fits into a computer, and torch fails without saying why.
+MOST, MOST_LAYERS = 2**20, 10_000
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 
@@ -131,6 +133,12 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             if match and name not in known:
                 raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {match[0]!r}?")
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if kwargs.get("num_labels") is None:
+            kwargs.pop("num_labels", None)
+        elif not _is_integer(kwargs["num_labels"]):
+            raise TypeError(f"num_labels must be an integer, got {kwargs['num_labels']!r}.")
+        elif not 0 <= kwargs["num_labels"] <= MOST:  # transformers gives each a name, which takes forever
+            raise ValueError(f"num_labels must be at least 0 and at most {MOST}, got {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self.validate()
         self._out_features = self._out_indices = None
@@ -258,6 +266,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} must be one number or a [height, width] pair, got {size!r}.")
             if min(_pair(size)) < 1:
                 raise ValueError(f"{name} must be at least 1 pixel, got {size!r}.")
+            if max(_pair(size)) > MOST:
+                raise ValueError(f"{name} must be at most {MOST} pixels, got {size!r}.")
 
         counts = ["num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
         if self.classifier_hidden_size is not None:
@@ -268,6 +278,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise TypeError(f"{name} must be an integer, got {count!r}.")
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")
+            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+            if count > most:
+                raise ValueError(f"{name} must be at most {most}, got {count}.")
 
         positive = ["layer_norm_eps", "initializer_range"]
         if self.patch_initializer_range is not None:

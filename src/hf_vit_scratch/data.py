@@ -21,7 +21,9 @@ import datasets
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
+from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
 from pyarrow import types
 from torch import Tensor
@@ -38,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Decoded images are kept up to this many bytes per split: Tiny ImageNet (1.2 GB), but not ImageNet.
 DECODED_BYTES_KEPT = 2 * 2**30
+MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
+# Pillow starts Ghostscript for these.
+PROGRAM_FORMATS = ("EPS",)
 CORRUPT_POLICIES = ("raise", "skip")
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
@@ -59,6 +64,7 @@ def load_splits(
     validation_fraction: float = 0.1,
     test_fraction: float = 0.1,
     corrupt_images: str = "raise",
+    follow_links: bool = False,
     seed: int = 0,
     labelled: bool = True,
 ) -> DatasetDict:
@@ -79,6 +85,7 @@ def load_splits(
         test_fraction: Share of train to cut for testing where the source has none.
         corrupt_images: What to do with images that cannot be decoded: `"raise"` names the first one when it is met;
             `"skip"` decodes every image once at the start, leaves those out, and names them all.
+        follow_links: Whether links in a folder may lead out of it; that of a stranger could take in your own images.
         seed: Chooses the rows that are cut.
         labelled: Without, labels are not read, a folder may hold images anywhere, and all have the label 0.
 
@@ -90,7 +97,9 @@ def load_splits(
             raise UserError(f"{name} must lie between 0 and 1, got {fraction}.")
     if corrupt_images not in CORRUPT_POLICIES:
         raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
-    source = load_source(data, data_config, check_files=corrupt_images == "raise", labelled=labelled)
+    source = load_source(
+        data, data_config, check_files=corrupt_images == "raise", labelled=labelled, follow_links=follow_links
+    )
     wanted = {"train": train_split, "validation": validation_split, "test": test_split}
     check_split_names(data, source, wanted)
     if labelled:
@@ -161,8 +170,13 @@ def decode_image(row: dict[str, Any] | None, name: str) -> Image.Image:
         with warnings.catch_warnings():
             # A palette with transparency, or slightly damaged EXIF data: the image is fine.
             warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours comes before it
             source: Any = path if content is None else io.BytesIO(content)
             with Image.open(source) as image:
+                if image.format in PROGRAM_FORMATS:
+                    raise UserError(f"{image.format} is a program that draws")
+                if image.width * image.height > MAX_PIXELS:
+                    raise UserError(f"{image.width}x{image.height} are more than {MAX_PIXELS / 1e6:g} million pixels")
                 return load_image(image)
     except Exception as error:  # Pillow's decoders raise many types on damaged data, even NotImplementedError
         raise _unreadable(path or name, error) from error
@@ -478,7 +492,12 @@ def _without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
 
 
 def load_source(
-    data: str, data_config: str | None, check_files: bool = True, streaming: bool = False, labelled: bool = True
+    data: str,
+    data_config: str | None,
+    check_files: bool = True,
+    streaming: bool = False,
+    labelled: bool = True,
+    follow_links: bool = False,
 ) -> Any:
     """All splits of a source as it is, a `DatasetDict`, or to be streamed an `IterableDatasetDict`.
 
@@ -492,7 +511,10 @@ def load_source(
     if data == "digits":
         return load_digits()
     if local:
-        return _load_class_folders(path, check_files) if labelled else _load_images(path, check_files)
+        source = _load_class_folders(path, check_files) if labelled else _load_images(path, check_files)
+        if not follow_links:
+            _refuse_links_outside(path, source)
+        return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
@@ -500,7 +522,12 @@ def load_source(
     try:
         if path.is_file():
             return load_dataset("parquet", data_files=str(path), streaming=streaming)
-        return load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
+        source = load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
+        if not streaming and not path.exists():
+            _refuse_own_files(data, source)
+        return source
+    except UserError:
+        raise
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
@@ -593,6 +620,38 @@ def _without_labels(data: str, source: DatasetDict, image_column: str | None, tr
             for split, rows in source.items()
         }
     )
+
+
+def _refuse_links_outside(root: Path, source: DatasetDict) -> None:
+    """Refuse links that lead out of a folder of images, which somebody else may have made."""
+    files = [Path(path) for rows in source.values() for path in _paths(rows, "image")]
+    inside, folders = root.resolve(), {file.parent for file in files}
+    # Few files are links, and to ask each where it is takes a minute for a million.
+    for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
+        if not (found := path.resolve()).is_relative_to(inside):
+            raise UserError(
+                f"{path} is a link to {found}, outside of {root}. If that is meant, give --follow_links true."
+            )
+
+
+def _refuse_own_files(data: str, source: DatasetDict) -> None:
+    """Refuse rows of a dataset on the Hub that name files of this machine as their images."""
+    roots = tuple(os.path.normpath(root) + os.sep for root in (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE))
+    for split, rows in source.items():
+        columns = [column for column, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+        for path in (path for column in columns for path in _paths(rows, column)):
+            if not os.path.normpath(path).startswith(roots):
+                raise UserError(
+                    f"{data}: an image of {split} is the file {path} of this machine, which is none of the dataset's. "
+                    "Do not use this dataset."
+                )
+
+
+def _paths(rows: Dataset, column: str) -> Iterator[str]:
+    """The paths of the images that are not in the rows themselves, which are not read."""
+    for chunk in rows.data.column(column).chunks:
+        paths = chunk.field("path").filter(chunk.field("bytes").is_null())
+        yield from paths.drop_null().to_pylist()
 
 
 def _check_header(file: Path) -> None:

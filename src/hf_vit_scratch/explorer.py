@@ -43,7 +43,7 @@ from torch import Tensor
 from transformers import ImageClassificationPipeline
 
 from .attention_maps import attention, class_attention, image_of, over_patches, rollout
-from .data import decode_image, load_digits
+from .data import MAX_PIXELS, decode_image, load_digits
 from .errors import UserError
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 from .predict import find_images, load_classifier
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 PROGRAM = "python -m hf_vit_scratch.explorer"
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has many more, some of which start other programs
 MAX_FILE_BYTES = 20 * 2**20
-MAX_PIXELS = 64_000_000  # which take 0.9 GB while they are decoded and resized
 KEPT_BYTES = 2**29
 KEPT_SECONDS = 600
 QUEUE_SIZE = 256

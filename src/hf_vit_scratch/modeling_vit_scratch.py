@@ -13,10 +13,12 @@ H attention heads, K = D // H, L num_labels.
 
 import contextlib
 import copy
+import hashlib
 import math
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -56,6 +58,45 @@ A Vision Transformer of `hf_vit_scratch`. It loads with
 `AutoModel.from_pretrained("{repo_id}", trust_remote_code=True)`, or after
 `import hf_vit_scratch` without that argument.
 """
+
+
+CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
+
+
+def write_checksums(folder: Path, files: Iterable[Path]) -> None:
+    """Write the SHA-256 of files, by their names, into `folder`, in the format of the program sha256sum."""
+    lines = []
+    for file in sorted(file for file in files if file.name != CHECKSUMS):
+        with file.open("rb") as content:
+            lines.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file.name}\n")
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
+    """The files of `folder` that are not as they were saved: changed, missing, or unknown to its checksums.
+
+    None where it has no checksums: it was saved by something else, or long ago.
+
+    Args:
+        folder: Of a saved model, or a checkpoint.
+        pattern: Of the names that count.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return []
+    try:
+        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        return [CHECKSUMS]
+    if not all(re.fullmatch(r"[0-9a-f]{64}  [^/]+", line) for line in lines):
+        return [CHECKSUMS]
+    wanted = {line[66:]: line[:64] for line in lines if Path(line[66:]).match(pattern)}
+    present = {file.name: file for file in folder.glob(pattern) if file.is_file() and file.name != CHECKSUMS}
+    damaged = wanted.keys() ^ present.keys()
+    for name in wanted.keys() & present.keys():
+        with present[name].open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != wanted[name]:
+                damaged.add(name)
+    return sorted(damaged)
 
 
 def eager_attention_forward(
@@ -433,9 +474,17 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             config: A configuration instead of the saved one.
             kwargs: Any argument of transformers' own `from_pretrained`, or a field of the configuration to change.
 
+        Raises:
+            OSError: The weights in the folder are not those that were saved in it, or are a pickle, which could run
+                code: only safetensors are loaded.
+
         Example:
             `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
         """
+        kwargs["use_safetensors"] = True
+        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder", ""))
+        if folder.is_dir():
+            cls._refuse_damaged_weights(folder)
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub_kwargs = {name: kwargs[name] for name in hub_names if name in kwargs}
         wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
@@ -455,6 +504,35 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         model.set_image_size(wanted_size)
         return loaded
 
+    @staticmethod
+    def _refuse_damaged_weights(folder: Path) -> None:
+        pickles = sorted(file.name for file in folder.glob("*.bin") if file.name != "training_args.bin")
+        if pickles and not any(folder.glob("*.safetensors")):
+            raise OSError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when it is loaded. Only "
+                "safetensors are: ask whoever saved them for those."
+            )
+        if damaged := damaged_files(folder, "*.safetensors"):
+            raise OSError(
+                f"{folder} is damaged: {', '.join(damaged)} cannot be trusted, says {CHECKSUMS}. Get the folder anew; "
+                f"if you have changed the weights on purpose, delete {CHECKSUMS}."
+            )
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save the model, as in transformers, with the checksums of its weights, which are verified at loading.
+
+        Args:
+            save_directory: The folder; it is made.
+            is_main_process: Whether this process is the one that writes.
+            args: As in transformers.
+            kwargs: As in transformers.
+        """
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            write_checksums(Path(save_directory), Path(save_directory).glob("*.safetensors"))
+
     def _upload_modified_files(
         self,
         working_dir: str | os.PathLike,
@@ -469,6 +547,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         memory has none. The stock card, which asks for more information in every section, becomes a short one.
         """
         folder, source = Path(working_dir), None
+        write_checksums(folder, folder.glob("*.safetensors"))  # `save_pretrained(push_to_hub=True)` is not there yet
+        files_timestamps.pop(CHECKSUMS, None)
         with contextlib.suppress(OSError):  # the folder may be gone, the repository out of reach
             source = cached_file(str(self.config.name_or_path), IMAGE_PROCESSOR_NAME, token=kwargs.get("token"))
         if source and not (folder / IMAGE_PROCESSOR_NAME).exists():

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.training_args import OptimizerNames
 
 from .arguments import STAGING, ViTTrainingArguments
@@ -28,7 +28,7 @@ from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
 from .machine import BUSY, WaitingForCores, can_compile, keep_freed_memory
-from .modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
+from .modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel, damaged_files, write_checksums
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
 
@@ -442,6 +442,7 @@ class ViTTrainer(Trainer):
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
+            write_checksums(output_dir, Path(checkpoint_folder).glob("model*.safetensors"))  # copied by the stock one
             if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
@@ -474,16 +475,18 @@ class ViTTrainer(Trainer):
         make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license)
 
     def _publish(self, staged: Path, final: Path) -> None:
+        """Give a checkpoint its name, once its files and their checksums are on the disk; then delete old ones.
+
+        What is deleted loses its name first: a kill never leaves half a checkpoint under one.
+        """
+        staging = staged.parent
+        write_checksums(staged, (file for file in staged.iterdir() if file.is_file()))
+        for path in [*staged.rglob("*"), staged]:
+            _write_through(path)
         if final.exists():  # of an earlier attempt at the same step
-            shutil.rmtree(final)
+            os.replace(final, staging / "replaced")
         os.replace(staged, final)
-        shutil.rmtree(staged.parent, ignore_errors=True)
-        rotate_checkpoints(
-            output_dir=str(final.parent),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        _write_through(final.parent)
         best = Path(self.state.best_model_checkpoint or "")
         for link, target in (("last", final), ("best", best)):
             if target.name and target.is_dir():
@@ -491,6 +494,13 @@ class ViTTrainer(Trainer):
                 aside.unlink(missing_ok=True)
                 aside.symlink_to(target.name)
                 os.replace(aside, final.parent / link)
+        if limit := self.args.save_total_limit:
+            kept = {str(final), str(best)}
+            oldest_first = sort_checkpoints(str(final.parent), use_mtime=True)
+            surplus = len(oldest_first) - max(limit, len(kept & {*oldest_first}))
+            for old in [path for path in oldest_first if path not in kept][: max(surplus, 0)]:
+                os.replace(old, staging / Path(old).name)
+        shutil.rmtree(staging, ignore_errors=True)
 
     def _save_progress(self, folder: Path) -> None:
         """What the Trainer does not keep: the time spent, and the trained weights where the average is the model."""
@@ -516,11 +526,16 @@ class ViTTrainer(Trainer):
             self._ema.n_averaged.fill_(progress["averaged_steps"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        _refuse_damage(Path(resume_from_checkpoint))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._ema is not None:  # the file of the model holds the average
             self._ema.module.load_state_dict(self.model.state_dict())
             trained = load_file(Path(resume_from_checkpoint) / TRAINED_WEIGHTS)
             self._issue_warnings_after_load(self.model.load_state_dict(trained, strict=False))
+
+    def _load_best_model(self) -> None:
+        _refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
+        super()._load_best_model()
 
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
@@ -544,6 +559,22 @@ class ViTTrainer(Trainer):
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
                 "Resume with the configuration that the checkpoint was made with."
             )
+
+
+def _refuse_damage(checkpoint: Path) -> None:
+    if damaged := damaged_files(checkpoint):
+        raise UserError(f"{checkpoint} is damaged ({', '.join(damaged)}) and cannot be loaded.")
+
+
+def _write_through(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, would survive a loss of power (fsync)."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -1,0 +1,102 @@
+"""Runs that are killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_train_script import ROOT, SMALL, train
+from test_trainer import make_trainer
+
+from hf_vit_scratch import arguments, trainer
+from hf_vit_scratch.arguments import ViTTrainingArguments, claimed
+from hf_vit_scratch.errors import UserError
+
+
+def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times, figure):
+    number = times(10, 50)
+    script = Path(__file__).with_name("kill_and_resume.py")
+
+    done = subprocess.run([sys.executable, script, tmp_path, str(number)], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("'model': True, 'trained weights': True, 'optimizer': True") == number
+    figure(f"{number} kills: no checkpoint damaged, no commit torn, all final weights equal to the last bit")
+
+
+def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    order = []
+    write_through, replace = trainer._write_through, trainer.os.replace
+
+    def note(path):
+        order.append(Path(path).name)
+        write_through(path)
+
+    def note_and_replace(source, target):
+        order.append(f"-> {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(trainer, "_write_through", note)
+    monkeypatch.setattr(trainer.os, "replace", note_and_replace)
+    make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
+
+    named = order.index("-> checkpoint-6")
+    assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} < set(order[:named])
+    assert order[named + 1] == tmp_path.name  # the name itself
+
+
+def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, figure):
+    argv = [*SMALL, "--max_steps", "60", "--save_strategy", "steps", "--save_steps", "20", "--eval_strategy", "no",
+            "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    command = [sys.executable, ROOT / "train.py", *argv]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)]
+
+    outputs = [run.communicate(timeout=300)[0] for run in runs]
+
+    assert sorted(run.returncode for run in runs) == [0, 2, 2], outputs
+    for run, output in zip(runs, outputs, strict=True):
+        if run.returncode:
+            assert "another run is writing into" in output or "is not empty" in output
+    assert (tmp_path / "run" / "checkpoint-60" / "trainer_state.json").is_file()
+    figure("3 runs started at once into one folder: one trains, two are refused")
+
+
+def test_folder_is_free_after_a_run_has_failed(tmp_path):
+    args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(RuntimeError, match="a fault"), claimed(args):
+        raise RuntimeError("a fault")
+    with claimed(args), pytest.raises(UserError, match="another run is writing into .*run"), claimed(args):
+        pass
+
+
+def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
+    args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with claimed(args):
+        monkeypatch.setattr(type(args), "should_save", False)
+        with claimed(args):
+            pass
+
+
+def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
+    most = 0
+    publish = trainer.ViTTrainer._publish
+
+    def count(self, staged, final):
+        nonlocal most
+        publish(self, staged, final)
+        most = max(most, len(list(tmp_path.glob("checkpoint-*"))))
+
+    monkeypatch.setattr(trainer.ViTTrainer, "_publish", count)
+    make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
+
+    assert most == 2
+    assert not (tmp_path / arguments.STAGING).exists()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_repeated(tmp_path):
+    output_dir = tmp_path / "run"
+    with claimed(ViTTrainingArguments(output_dir=str(output_dir), use_cpu=True)):
+        (output_dir / "recipe.yaml").write_text("seed: 1")
+    train.main([*SMALL, "--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no",
+                "--load_best_model_at_end", "false", "--output_dir", str(output_dir)])  # fmt: skip
+    assert (output_dir / "metrics.json").is_file()
