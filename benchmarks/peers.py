@@ -147,7 +147,7 @@ def fields(size: Size) -> dict[str, Any]:
 
 def our_config(size: Size, attention: str) -> ViTScratchConfig:
     """Of this package's model."""
-    return ViTScratchConfig(**fields(size), norm_first=True, attn_implementation=attention)
+    return ViTScratchConfig(**fields(size) | {"norm_first": True, "attn_implementation": attention})
 
 
 def build_ours(size: Size, attention: str) -> nn.Module:

@@ -159,6 +159,7 @@ def test_checkpoint_with_other_tensors_is_refused(fault, tmp_path):
     else:
         tensors["vit.encoder.layer.1.output.dense.bias"] = torch.zeros(32)
     save_file(tensors, file, metadata={"format": "pt"})
+    (file.parent / "SHA256SUMS").unlink()  # or the file is refused for being another
 
     message = r"Missing: .*layers\.1\.mlp\.fc2\.bias" if fault == "missing" else r"unexpected: .*encoder\.layer\.1"
     with pytest.raises(UserError, match=message):
@@ -461,3 +462,27 @@ def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
 
     assert "torch_compile needs a C++ compiler" in caplog.text
     assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize(("persistent", "waits"), [(False, 3), (True, 2)], ids=["new_workers", "persistent_workers"])
+def test_push_is_over_before_worker_processes_are_forked(persistent, waits, tmp_path, monkeypatch):
+    # huggingface_hub takes a lock in every forked process, which the thread of a push may have held.
+    events = []
+    start = torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=6, dataloader_num_workers=1,
+                           dataloader_persistent_workers=persistent)  # fmt: skip
+
+    def note(*args, **kwargs):
+        events.append("fork")
+        start(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.data.dataloader._MultiProcessingDataLoaderIter, "__init__", note)
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: False, wait_until_done=lambda: events.append("wait"), _jobs=[]
+    )
+    trainer.train()  # two epochs
+    for _ in range(1 + persistent):
+        trainer.evaluate(RandomImages(8))
+
+    assert events[0::2] == ["wait"] * waits
+    assert events[1::2] == ["fork"] * waits

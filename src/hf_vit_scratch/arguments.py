@@ -7,7 +7,7 @@ import math
 import re
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -396,6 +396,10 @@ def claimed(args: ViTTrainingArguments) -> Iterator[None]:
     try:
         yield
     finally:
+        if [path.name for path in output_dir.iterdir()] == [LOCK]:  # a mistake was found before anything was written
+            with suppress(OSError):
+                (output_dir / LOCK).unlink()
+                output_dir.rmdir()
         lock.release()
 
 

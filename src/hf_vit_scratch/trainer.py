@@ -48,6 +48,7 @@ class _Hooks(TrainerCallback):
         self.trainer = trainer
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.finish_push_before_forking("train")
         if self.trainer.sampler is not None:
             self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
@@ -91,6 +92,7 @@ class ViTTrainer(Trainer):
         self._first_bad_step = torch.tensor(torch.inf)
         self._staging = False
         self._waiting: WaitingForCores | None = None
+        self._workers_started: set[str] = set()
         self._layers_are_compiled = self.args.torch_compile and self._compile_layers()
         if self.is_fsdp_enabled:
             # At every step, of the patch embedding, whose output we do not change in place.
@@ -373,6 +375,7 @@ class ViTTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
         with self._clock_stopped(), self._averaged_weights(), self._uncompiled_if(True):
+            self.finish_push_before_forking("evaluation")
             output = super().evaluation_loop(*args, **kwargs)
         metrics = cast(dict[str, float], output.metrics)
         for name in list(metrics):
@@ -446,6 +449,17 @@ class ViTTrainer(Trainer):
             if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def finish_push_before_forking(self, purpose: str) -> None:
+        """Wait for a push before worker processes start, which could else hang for ever.
+
+        huggingface_hub closes its connections in every forked process, by a lock that the thread of the push may have
+        held at that moment. Workers that persist start once.
+        """
+        started = self.args.dataloader_persistent_workers and purpose in self._workers_started
+        if self.args.dataloader_num_workers and not started:
+            self._workers_started.add(purpose)
+            self._finish_current_push()
 
     def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
         self, *, license: str | None = None, model_name: str | None = None, **kwargs: Any
