@@ -45,6 +45,23 @@ def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, 
     assert order[named + 1] == tmp_path.name  # the name itself
 
 
+def test_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    deleted = []
+    rmtree = trainer.shutil.rmtree
+
+    def note(path, *args, **kwargs):
+        deleted.append(Path(path).name)
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.shutil, "rmtree", note)
+    arguments_of = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    make_trainer(tmp_path, max_steps=4, **arguments_of).train()
+    make_trainer(tmp_path, max_steps=4, **arguments_of).train()  # checkpoint-4 is replaced
+
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert set(deleted) == {arguments.STAGING}
+
+
 def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, figure):
     argv = [*SMALL, "--max_steps", "60", "--save_strategy", "steps", "--save_steps", "20", "--eval_strategy", "no",
             "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")]  # fmt: skip
