@@ -56,7 +56,7 @@ def test_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.shutil, "rmtree", note)
     arguments_of = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     make_trainer(tmp_path, max_steps=4, **arguments_of).train()
-    make_trainer(tmp_path, max_steps=4, **arguments_of).train()  # checkpoint-4 is replaced
+    make_trainer(tmp_path, max_steps=4, **arguments_of | {"save_steps": 4}).train()  # checkpoint-4 is replaced
 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert set(deleted) == {arguments.STAGING}
