@@ -24,6 +24,10 @@ def test_default_encoder_is_bert_style():
         ({"image_size": 224, "patch_size": 15}, r"image_size \(height 224\) must be divisible by patch_size .*15"),
         ({"image_size": [32, 30], "patch_size": 4}, r"image_size \(width 30\) must be divisible"),
         ({"image_size": 0}, r"image_size must be at least 1 pixel, got 0"),
+        ({"image_size": [16, 2**40]}, r"image_size must be at most 1048576 pixels, got \[16, 1099511627776\]"),
+        ({"hidden_size": 2**40}, r"hidden_size must be at most 1048576, got 1099511627776"),
+        ({"num_hidden_layers": 10_001}, r"num_hidden_layers must be at most 10000, got 10001"),
+        ({"num_labels": 2**40}, r"num_labels must be at least 0 and at most 1048576, got 1099511627776"),
         ({"image_size": [32, 32, 3]}, r"image_size must be one number or a \[height, width\] pair"),
         (
             {"hidden_size": 30, "num_attention_heads": 4},
