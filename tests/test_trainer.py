@@ -440,6 +440,7 @@ def test_layers_are_compiled_once_for_all_and_for_every_size_of_batch(tmp_path):
 
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["frames"]["ok"] == 1
+    assert not isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)  # not the model as well
     assert not any("_orig_mod" in name for name in trainer.model.state_dict())
 
 
