@@ -99,11 +99,6 @@ def test_precision_that_accelerate_was_told_stays(cpu):
     assert chosen(mixed_precision="fp16")[:2] == (False, "fp16")
 
 
-def test_narrow_model_stays_in_float32(cpu):
-    cpu(avx512_bf16=True)
-    assert chosen(hidden_size=machine.MIN_HIDDEN_SIZE_FOR_BF16 - 32)[:2] == (False, "no")
-
-
 def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):
     (tmp_path / "c++").touch(mode=0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
