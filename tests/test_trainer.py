@@ -488,3 +488,15 @@ def test_push_is_over_before_worker_processes_are_forked(persistent, forks, tmp_
     expected = ["wait", "fork"] * forks
     expected.insert(-2, "wait")  # the stock Trainer, at the end of training
     assert events == expected
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "end"])
+def test_push_that_is_skipped_leaves_the_files_of_the_one_before_alone(strategy, tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=6, hub_strategy=strategy)
+    trainer.train()
+    trainer.push_in_progress = SimpleNamespace(is_done=lambda: strategy == "end")
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-6"))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
 from transformers.training_args import OptimizerNames
 
 from .arguments import STAGING, ViTTrainingArguments
@@ -437,11 +437,14 @@ class ViTTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint, once it has its name; with the model's code, which the stock Trainer leaves out."""
-        if self._staging:  # asked by `super()._save_checkpoint`
+        # While staging this was asked by `super()._save_checkpoint`; at the end everything is pushed.
+        if self._staging or self.args.hub_strategy == HubStrategy.END:
             return
         if self.is_world_process_zero():
             if self.args.hub_always_push:
                 self._finish_current_push()  # it still reads the files that this one replaces
+            elif self.push_in_progress is not None and not self.push_in_progress.is_done():
+                return  # as the stock one, which must not decide otherwise a moment later
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
