@@ -393,6 +393,8 @@ def claimed(args: ViTTrainingArguments) -> Iterator[None]:
         raise UserError(
             f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
         ) from error
+    except OSError as error:
+        raise UserError(f"{output_dir} cannot be written to: {error}.") from error
     try:
         yield
     finally:

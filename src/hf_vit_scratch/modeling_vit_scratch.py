@@ -487,7 +487,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
         """
         kwargs["use_safetensors"] = True
-        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder", ""))
+        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
         if folder.is_dir():
             cls._refuse_damaged_weights(folder)
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")

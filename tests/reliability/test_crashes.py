@@ -86,6 +86,16 @@ def test_folder_is_free_after_a_run_has_failed(tmp_path):
         pass
 
 
+def test_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    def refuse(self, timeout):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(arguments.FileLock, "acquire", refuse)
+    args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(UserError, match=r"run cannot be written to: .*Permission denied"), claimed(args):
+        pass
+
+
 def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
     args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
     with claimed(args):
