@@ -138,6 +138,8 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         whiten_patches(model, sample.__getitems__(range(len(sample)))["pixel_values"])
 
     # 4. Trainer
+    if training_args.check:
+        training_args.torch_compile = False  # it takes longer than the check
     data_seed = seed if training_args.data_seed is None else training_args.data_seed
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
     if masked:

@@ -594,7 +594,7 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, class_folders, capsys):
         r'^sdk: gradio\nsdk_version: \d+\.\d+\.\d+\npython_version: "3\.\d+"\napp_file: app.py\n', card, re.M
     )
     requirements = (space / "requirements.txt").read_text().split("\n")
-    assert any(line.startswith("torch>=") for line in requirements)
+    assert any(re.match("torch[<>]", line) for line in requirements)
     assert not any("extra" in line or "gradio" in line for line in requirements)
     code = "import hf_vit_scratch, runpy; print(hf_vit_scratch.__file__, flush=True); runpy.run_path('app.py')"
     server, url = started(["-c", code], space)

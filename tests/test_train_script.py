@@ -213,7 +213,7 @@ def test_saved_model_can_be_started_from(run, tmp_path):
     recipe.write_text("data: digits\n")
     argv = [str(recipe), "--model", str(saved), "--use_cpu", "true", "--disable_tqdm", "true", *START]
 
-    after = train.main([*argv, "--learning_rate", "1e-9", "--output_dir", str(tmp_path / "same")])
+    after = train.main([*argv, "--bf16", "false", "--learning_rate", "1e-9", "--output_dir", str(tmp_path / "same")])
 
     assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
     assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
