@@ -47,7 +47,8 @@ def test_memory_of_a_long_run_is_flat_and_nothing_stays_open(tmp_path, figure):
     steps, resident, open_files, children = np.array(memory.rows[len(memory.rows) // 3 :]).T
     slope = np.polyfit(steps, resident, 1)[0]
     assert slope < ALLOWED, slope
-    assert len(set(open_files)) <= 2, open_files  # one jump may be another library's, of this process; a leak goes on
+    # Some are open for a moment, and one may be another library's; what leaks with each checkpoint is 3 more.
+    assert min(open_files[-10:]) <= min(open_files[:10]) + 1, open_files
     assert memory.process.num_fds() < open_before + 10
     assert set(children) == {children_before}
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
