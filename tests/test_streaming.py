@@ -148,6 +148,19 @@ def test_process_without_anything_to_read_is_reported(make_stream):
         list(itertools.islice(loader, 10))
 
 
+@pytest.mark.parametrize(("image", "label"), [("image", "label"), ("img", "label"), ("image", "fine_label")])
+def test_columns_may_have_any_names(image, label, tmp_path):
+    features = Features({image: FEATURES["picture"], label: FEATURES["kind"]})
+    content = {image: [Image.new("L", (8, 8), shade) for shade in range(12)], label: [0, 1, 2] * 4}
+    for split in ("train", "validation"):
+        Dataset.from_dict(content, features=features).to_parquet(tmp_path / f"{split}.parquet")
+
+    rows, splits = stream_splits(str(tmp_path))
+
+    assert [row["label"] for row in rows] == content[label]
+    assert set(splits["test"].column_names) == {"image", "label"}
+
+
 def test_without_a_test_split_half_of_validation_is_one(folder):
     _, splits = stream_splits(str(folder))
 

@@ -79,9 +79,11 @@ def stream_splits(
             f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names two or more "
             f"classes; it is {features[label]}. Leave --streaming out."
         )
+    # A name that stays would be refused.
+    names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
     streams = {
         split: rows.select_columns([image, label])
-        .rename_columns({image: "image", label: "label"})
+        .rename_columns(names)
         .cast_column("image", datasets.Image(decode=False))
         for split, rows in source.items()
     }
