@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -385,18 +386,22 @@ def started(arguments, folder, **environment):
             time.sleep(0.1)
 
 
+@contextmanager
+def serving(folder, setting):
+    """The process and the address of a page, of which one constant is another."""
+    save_model(folder / "model")
+    code = f"import sys; from hf_vit_scratch import explorer; explorer.{setting}; sys.exit(explorer.main(['model']))"
+    server, url = started(["-c", code], folder)
+    yield server, url
+    server.terminate()
+    server.wait(30)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The address of a page that keeps the images of two visitors."""
-    folder = tmp_path_factory.mktemp("served")
-    save_model(folder / "model")
-    code = (
-        "import sys; from hf_vit_scratch import explorer; explorer.KEPT_BYTES = 0; sys.exit(explorer.main(['model']))"
-    )
-    server, url = started(["-c", code], folder)
-    yield url
-    server.terminate()
-    server.wait(30)
+    with serving(tmp_path_factory.mktemp("served"), "KEPT_BYTES = 0") as (_, url):
+        yield url
 
 
 def ask(url, content):
@@ -585,6 +590,7 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, class_folders, capsys):
 
     assert f"{space} is written." in capsys.readouterr().out
     assert {path.name for path in (space / "model").iterdir()} == {
+        "SHA256SUMS",
         "config.json",
         "model.safetensors",
         "preprocessor_config.json",

@@ -184,6 +184,28 @@ def test_checksums_of_every_commit_are_those_of_its_weights(pushed):
                 assert files["SHA256SUMS"].decode() == listed, (repo, message)
 
 
+DAMAGE = """
+import os, sys
+from pathlib import Path
+from hf_vit_scratch import ViTScratchModel
+
+ViTScratchModel.from_pretrained("tester/model")
+weights = next(Path(os.environ["HF_HOME"]).rglob("model.safetensors"))
+content = bytearray(weights.read_bytes())
+content[-1] ^= 1
+weights.write_bytes(content)
+try:
+    ViTScratchModel.from_pretrained("tester/model")
+except OSError as error:
+    print(error)
+"""
+
+
+def test_weights_of_the_hub_that_were_damaged_on_the_way_are_refused(pushed, tmp_path):
+    printed = run(DAMAGE, endpoint=pushed[2], home=tmp_path)
+    assert "is damaged: model.safetensors cannot be trusted, says SHA256SUMS" in printed
+
+
 def test_checkpoint_is_in_the_repository_and_whole(pushed):
     _, _, files = pushed[0]["tester/checkpoint"][-1]
 

@@ -83,7 +83,7 @@ class DataArguments:
     corrupt_images: str = _flag(
         "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
     )
-    follow_links: bool = _flag(False, "Let links in a folder of images lead out of it.")
+    follow_links: bool = _flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
 
     def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
         """The arguments of `hf_vit_scratch.streaming.stream_splits`.

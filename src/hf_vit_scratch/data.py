@@ -85,7 +85,8 @@ def load_splits(
         test_fraction: Share of train to cut for testing where the source has none.
         corrupt_images: What to do with images that cannot be decoded: `"raise"` names the first one when it is met;
             `"skip"` decodes every image once at the start, leaves those out, and names them all.
-        follow_links: Whether links in a folder may lead out of it; that of a stranger could take in your own images.
+        follow_links: Whether links in a folder, or paths in parquet files, may lead out of it; those of a stranger
+            could take in your own images.
         seed: Chooses the rows that are cut.
         labelled: Without, labels are not read, a folder may hold images anywhere, and all have the label 0.
 
@@ -513,7 +514,7 @@ def load_source(
     if local:
         source = _load_class_folders(path, check_files) if labelled else _load_images(path, check_files)
         if not follow_links:
-            _refuse_links_outside(path, source)
+            _refuse_files_outside(path, source)
         return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
@@ -521,13 +522,9 @@ def load_source(
         )
     try:
         if path.is_file():
-            return load_dataset("parquet", data_files=str(path), streaming=streaming)
-        source = load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
-        if not streaming and not path.exists():
-            _refuse_own_files(data, source)
-        return source
-    except UserError:
-        raise
+            source = load_dataset("parquet", data_files=str(path), streaming=streaming)
+        else:
+            source = load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
@@ -535,6 +532,11 @@ def load_source(
             hint = "It is no local folder; is it the name of a dataset on the Hub, and is the Hub within reach?"
         reason = " ".join(str(error).split())
         raise UserError(f"{data}: the data cannot be loaded ({type(error).__name__}: {reason}). {hint}") from error
+    if not streaming and not path.exists():
+        _refuse_own_files(data, source)
+    elif not streaming and not follow_links:
+        _refuse_files_outside(path if path.is_dir() else path.parent, source)
+    return source
 
 
 def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
@@ -622,24 +624,21 @@ def _without_labels(data: str, source: DatasetDict, image_column: str | None, tr
     )
 
 
-def _refuse_links_outside(root: Path, source: DatasetDict) -> None:
-    """Refuse links that lead out of a folder of images, which somebody else may have made."""
-    files = [Path(path) for rows in source.values() for path in _paths(rows, "image")]
+def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
+    """Refuse links, and paths in parquet files, that lead out of a folder, which somebody else may have made."""
+    files = [Path(path) for rows in source.values() for path in image_paths(rows)]
     inside, folders = root.resolve(), {file.parent for file in files}
     # Few files are links, and to ask each where it is takes a minute for a million.
     for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
         if not (found := path.resolve()).is_relative_to(inside):
-            raise UserError(
-                f"{path} is a link to {found}, outside of {root}. If that is meant, give --follow_links true."
-            )
+            raise UserError(f"{path} leads to {found}, outside of {root}. If that is meant, give --follow_links true.")
 
 
 def _refuse_own_files(data: str, source: DatasetDict) -> None:
     """Refuse rows of a dataset on the Hub that name files of this machine as their images."""
     roots = tuple(os.path.normpath(root) + os.sep for root in (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE))
     for split, rows in source.items():
-        columns = [column for column, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-        for path in (path for column in columns for path in _paths(rows, column)):
+        for path in image_paths(rows):
             if not os.path.normpath(path).startswith(roots):
                 raise UserError(
                     f"{data}: an image of {split} is the file {path} of this machine, which is none of the dataset's. "
@@ -647,11 +646,11 @@ def _refuse_own_files(data: str, source: DatasetDict) -> None:
                 )
 
 
-def _paths(rows: Dataset, column: str) -> Iterator[str]:
+def image_paths(rows: Dataset) -> Iterator[str]:
     """The paths of the images that are not in the rows themselves, which are not read."""
-    for chunk in rows.data.column(column).chunks:
-        paths = chunk.field("path").filter(chunk.field("bytes").is_null())
-        yield from paths.drop_null().to_pylist()
+    for column in (name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)):
+        for chunk in rows.data.column(column).chunks:
+            yield from chunk.field("path").filter(chunk.field("bytes").is_null()).drop_null().to_pylist()
 
 
 def _check_header(file: Path) -> None:

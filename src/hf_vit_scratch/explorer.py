@@ -45,7 +45,7 @@ from transformers import ImageClassificationPipeline
 from .attention_maps import attention, class_attention, image_of, over_patches, rollout
 from .data import MAX_PIXELS, decode_image, load_digits
 from .errors import UserError
-from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
+from .modeling_vit_scratch import CHECKSUMS, WEIGHTS, ViTScratchForImageClassification, ViTScratchModel
 from .predict import find_images, load_classifier
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ QUEUE_SIZE = 256
 TOP_K = 5
 NUM_EXAMPLES = 12
 FILES = Path(__file__).with_name("explorer_files")
-MODEL_FILES = ("config.json", "preprocessor_config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = ("config.json", "preprocessor_config.json", WEIGHTS, "*.safetensors.index.json", CHECKSUMS)
 MEAN = "mean of the heads"
 VIEWS = {
     "patch": "what the chosen patch reads",

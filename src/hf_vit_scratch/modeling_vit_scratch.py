@@ -61,6 +61,7 @@ A Vision Transformer of `hf_vit_scratch`. It loads with
 
 
 CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
+WEIGHTS = "model*.safetensors"  # not those that others may put beside them, as peft does
 
 
 def write_checksums(folder: Path, files: Iterable[Path]) -> None:
@@ -97,6 +98,21 @@ def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
             if hashlib.file_digest(content, "sha256").hexdigest() != wanted[name]:
                 damaged.add(name)
     return sorted(damaged)
+
+
+def _refuse_untrusted_weights(folder: Path) -> None:
+    pickles = sorted(file.name for file in folder.glob("*.bin") if file.name != "training_args.bin")
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise OSError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when it is loaded. Only "
+            "safetensors are: ask whoever saved them for those."
+        )
+    damaged = [name for name in damaged_files(folder, WEIGHTS) if (folder / name).exists()]
+    if damaged:
+        raise OSError(
+            f"{folder} is damaged: {', '.join(damaged)} cannot be trusted, says {CHECKSUMS}. Get the folder anew; if "
+            f"you have changed the weights on purpose, delete {CHECKSUMS}."
+        )
 
 
 def eager_attention_forward(
@@ -480,48 +496,48 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             kwargs: Any argument of transformers' own `from_pretrained`, or a field of the configuration to change.
 
         Raises:
-            OSError: The weights in the folder are not those that were saved in it, or are a pickle, which could run
-                code: only safetensors are loaded.
+            OSError: The weights are not those that were saved, or are a pickle, which could run code: only safetensors
+                are loaded.
 
         Example:
             `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
         """
         kwargs["use_safetensors"] = True
+        if pretrained_model_name_or_path is None:  # the weights are an argument
+            return super().from_pretrained(None, *model_args, config=config, **kwargs)
         folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
         if folder.is_dir():
-            cls._refuse_damaged_weights(folder)
+            _refuse_untrusted_weights(folder)
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub_kwargs = {name: kwargs[name] for name in hub_names if name in kwargs}
-        wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
-        if wanted_size is None or pretrained_model_name_or_path is None:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        # transformers compares the shapes of all tensors with the file's, so load at the saved size, then change it.
-        saved_config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
-        if saved_config.image_size == wanted_size:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        if config is None:
-            kwargs["image_size"] = saved_config.image_size
-        else:
-            config = copy.deepcopy(config)
-            config.image_size = saved_config.image_size
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-        model.set_image_size(wanted_size)
-        return loaded
 
-    @staticmethod
-    def _refuse_damaged_weights(folder: Path) -> None:
-        pickles = sorted(file.name for file in folder.glob("*.bin") if file.name != "training_args.bin")
-        if pickles and not any(folder.glob("*.safetensors")):
-            raise OSError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when it is loaded. Only "
-                "safetensors are: ask whoever saved them for those."
+        # transformers compares the shapes of all tensors with the file's, so load at the saved size, then change it.
+        wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
+        if wanted_size is not None:
+            saved_size = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub_kwargs).image_size
+            if saved_size == wanted_size:
+                wanted_size = None
+            elif config is None:
+                kwargs["image_size"] = saved_size
+            else:
+                config = copy.deepcopy(config)
+                config.image_size = saved_size
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        if wanted_size is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
+            model.set_image_size(wanted_size)
+
+        if not folder.is_dir():  # only now the files are on this machine
+            checksums = cached_file(
+                pretrained_model_name_or_path,
+                CHECKSUMS,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                **hub_kwargs,
             )
-        if damaged := damaged_files(folder, "*.safetensors"):
-            raise OSError(
-                f"{folder} is damaged: {', '.join(damaged)} cannot be trusted, says {CHECKSUMS}. Get the folder anew; "
-                f"if you have changed the weights on purpose, delete {CHECKSUMS}."
-            )
+            if checksums is not None:
+                _refuse_untrusted_weights(Path(checksums).parent)
+        return loaded
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
@@ -536,7 +552,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
-            write_checksums(Path(save_directory), Path(save_directory).glob("*.safetensors"))
+            write_checksums(Path(save_directory), Path(save_directory).glob(WEIGHTS))
 
     def _upload_modified_files(
         self,
@@ -552,7 +568,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         memory has none. The stock card, which asks for more information in every section, becomes a short one.
         """
         folder, source = Path(working_dir), None
-        write_checksums(folder, folder.glob("*.safetensors"))  # `save_pretrained(push_to_hub=True)` is not there yet
+        write_checksums(folder, folder.glob(WEIGHTS))  # `save_pretrained(push_to_hub=True)` is not there yet
         files_timestamps.pop(CHECKSUMS, None)
         with contextlib.suppress(OSError):  # the folder may be gone, the repository out of reach
             source = cached_file(str(self.config.name_or_path), IMAGE_PROCESSOR_NAME, token=kwargs.get("token"))

@@ -25,6 +25,7 @@ from .data import (
     decode_image,
     end_by_the_main_process_alone,
     find_columns,
+    image_paths,
     load_source,
     refuse_unknown_labels,
     split_in_half,
@@ -34,6 +35,8 @@ from .errors import UserError
 logger = logging.getLogger(__name__)
 
 SPLITS = ("validation", "test")
+# A path could be that of any file of this machine.
+NOT_IN_ROWS = "to stream, the images must be in the rows themselves, as usual in parquet files."
 
 
 def stream_splits(
@@ -88,7 +91,7 @@ def stream_splits(
         for split, rows in source.items()
     }
     if (first := next(iter(streams[train_split]))["image"]) is None or first["bytes"] is None:
-        raise UserError(f"{data}: to stream, the images must be in the files of the rows, as in parquet files.")
+        raise UserError(f"{data}: {NOT_IN_ROWS}")
 
     kept = {}
     for name in SPLITS:
@@ -102,6 +105,8 @@ def stream_splits(
                 _rows, features=streams[split].features, gen_kwargs={"stream": streams[split]}, fingerprint=version
             )
             refuse_unknown_labels(data, split, kept[name])
+            if any(image_paths(kept[name])):
+                raise UserError(f"{data}: {NOT_IN_ROWS}")
     if not kept:
         raise UserError(
             f"{data}: a stream cannot be cut, so it needs a validation split; there are {sorted(source)}. Choose one "
@@ -201,6 +206,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             count = 0
             for row in split_dataset_by_node(shuffled, *self.process):
                 count += 1
+                if row["image"] is not None and row["image"]["bytes"] is None:
+                    raise UserError(f"{_name(row)}: {NOT_IN_ROWS}")
                 if row["label"] is None or not 0 <= row["label"] < classes:
                     raise UserError(f"{_name(row)} has the label {row['label']}, which is none of 0 to {classes - 1}.")
                 yield epoch, row
@@ -238,5 +245,4 @@ def _name(row: dict[str, Any]) -> str:
 
 def _digest(image: dict[str, Any]) -> int:
     """64 bits that tell an image from others, wherever in the stream it comes."""
-    content = image["bytes"] if image["bytes"] is not None else image["path"].encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(image["bytes"], digest_size=8).digest())

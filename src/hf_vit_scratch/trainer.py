@@ -28,7 +28,7 @@ from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
 from .machine import BUSY, WaitingForCores, can_compile, keep_freed_memory
-from .modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel, damaged_files, write_checksums
+from .modeling_vit_scratch import WEIGHTS, ViTScratchLayer, ViTScratchPreTrainedModel, damaged_files, write_checksums
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
 
@@ -448,7 +448,7 @@ class ViTTrainer(Trainer):
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
-            write_checksums(output_dir, Path(checkpoint_folder).glob("model*.safetensors"))  # copied by the stock one
+            write_checksums(output_dir, Path(checkpoint_folder).glob(WEIGHTS))  # copied by the stock one
             if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)

@@ -122,6 +122,12 @@ def test_model_without_checksums_loads(run, tmp_path):
     ViTScratchForImageClassification.from_pretrained(folder)
 
 
+def test_weights_that_others_put_beside_a_model_are_no_damage(run, tmp_path):
+    folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
+    save_file({"lora": torch.ones(1)}, folder / "adapter_model.safetensors")
+    ViTScratchForImageClassification.from_pretrained(folder)
+
+
 def test_weights_that_were_replaced_are_refused_until_the_checksums_are_deleted(run, tmp_path):
     folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
     state = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}

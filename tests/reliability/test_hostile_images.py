@@ -1,6 +1,7 @@
 """Files that pretend to be images: each is decoded or named, none ends the process or fills the memory."""
 
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
@@ -21,8 +23,10 @@ from test_explorer import save_model
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch import data, explorer, predict
+from hf_vit_scratch.augmentation import Augmentation
 from hf_vit_scratch.data import decode_image, load_splits
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 
 NUMBER = 1000
 GIB = 2**30
@@ -257,7 +261,7 @@ def test_link_that_leads_out_of_the_folder_is_refused_unless_allowed(what, label
     if not labelled and what == "class":
         assert len(load_splits(str(class_folders), labelled=False)["train"]) < 24  # the link is not followed
         return
-    with pytest.raises(UserError, match=r"is a link to .*elsewhere.*give --follow_links true"):
+    with pytest.raises(UserError, match=r"leads to .*elsewhere.*, outside of .*give --follow_links true"):
         load_splits(str(class_folders), labelled=labelled)
     assert load_splits(str(class_folders), labelled=labelled, follow_links=True)
 
@@ -268,6 +272,48 @@ def test_links_inside_of_the_folder_and_to_it_are_followed(class_folders, tmp_pa
     image.symlink_to("../temple/original.jpg")
     (tmp_path / "link").symlink_to(class_folders)
     assert load_splits(str(tmp_path / "link"))
+
+
+def write_parquet(file, images):
+    """Rows as they are given: `datasets` would put the content of the files into them."""
+    features = Features({"image": ImageFeature(), "label": datasets.ClassLabel(names=["a", "b"])})
+    labels = [number % 2 for number in range(len(images))]
+    pyarrow.parquet.write_table(
+        Dataset.from_dict({"image": images, "label": labels}, features=features).data.table, file
+    )
+
+
+def test_parquet_file_takes_in_no_file_from_elsewhere_unless_allowed(tmp_path, photographs):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, path in (("good", folder / "own.png"), ("bad", tmp_path / "other.png")):
+        photographs[0].resize((8, 8)).save(path)
+        write_parquet(folder / f"{name}.parquet", [{"path": str(path), "bytes": None}] * 40)
+
+    assert load_splits(str(folder / "good.parquet"))
+    with pytest.raises(UserError, match=r"leads to .*, outside of .*data\. If that is meant, give --follow_links"):
+        load_splits(str(folder / "bad.parquet"))
+    assert load_splits(str(folder / "bad.parquet"), follow_links=True)
+
+
+@pytest.mark.parametrize(("split", "place"), [("train", 0), ("train", 39), ("validation", 39)])
+def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photographs):
+    photographs[0].resize((8, 8)).save(tmp_path / "secret.png")
+    content = (tmp_path / "secret.png").read_bytes()
+    images = {name: [{"path": None, "bytes": content}] * 40 for name in ("train", "validation")}
+    images[split][place] = {"path": str(tmp_path / "secret.png"), "bytes": None}
+    (tmp_path / "data").mkdir()
+    for name, rows in images.items():
+        write_parquet(tmp_path / "data" / f"{name}.parquet", rows)
+
+    def read():
+        rows, _ = stream_splits(str(tmp_path / "data"))
+        processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
+        stages, order = [Augmentation((8, 8))], {"batch_size": 5, "stage_of_batch": [0], "buffer_size": 5}
+        return list(itertools.islice(ImageClassificationStream(rows, processor, stages, None, 0, **order), 16))
+
+    with pytest.raises(UserError, match="to stream, the images must be in the rows themselves"):
+        read()
 
 
 @pytest.mark.parametrize("path", ["/etc/secret.png", "../../secret.png"])

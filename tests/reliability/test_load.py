@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from test_explorer import ask, file_of, save_model, started
+from test_explorer import ask, file_of, serving
 
 GIB = 2**30
 
@@ -13,15 +13,8 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The process and the address of a page on which 50 requests may wait."""
-    folder = tmp_path_factory.mktemp("served")
-    save_model(folder / "model")
-    code = (
-        "import sys; from hf_vit_scratch import explorer; explorer.QUEUE_SIZE = 50; sys.exit(explorer.main(['model']))"
-    )
-    server, url = started(["-c", code], folder)
-    yield psutil.Process(server.pid), url
-    server.terminate()
-    server.wait(30)
+    with serving(tmp_path_factory.mktemp("served"), "QUEUE_SIZE = 50") as (server, url):
+        yield psutil.Process(server.pid), url
 
 
 def test_of_200_requests_at_once_each_is_answered_in_bounded_memory(served, photographs, figure):
