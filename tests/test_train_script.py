@@ -360,7 +360,7 @@ path = sys.argv.pop(1)
 try:
     runpy.run_path(path, run_name="__main__")
 except SystemExit as end:
-    print(end.code, {"datasets", "evaluate", "matplotlib", "sklearn"} & set(sys.modules))"""
+    print(end.code, {"datasets", "evaluate", "matplotlib", "sklearn.datasets"} & set(sys.modules))"""
 
     command = [sys.executable, "-c", code, ROOT / "train.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -63,15 +63,16 @@ def test_worker_processes_end_with_the_epoch_or_the_run(persistent, tmp_path):
                            dataloader_persistent_workers=persistent)  # fmt: skip
     memory = Memory(1)
     trainer.add_callback(memory)
-    before = len(memory.process.children(recursive=True))
+    before = memory.process.children(recursive=True)
 
     trainer.train()
     most = max(children for *_, children in memory.rows)
     del trainer, memory.rows
     gc.collect()
 
-    assert most - before in (2, 4)  # those of an epoch that ends may still be there
-    assert len(psutil.Process().children(recursive=True)) == before
+    assert most - len(before) in (2, 4)  # those of an epoch that ends may still be there
+    workers = set(memory.process.children(recursive=True)) - set(before)
+    assert psutil.wait_procs(workers, timeout=30)[1] == []  # with torch 2.11 they take a moment to end
 
 
 def trained(folder, *flags):
@@ -93,6 +94,7 @@ def trained(folder, *flags):
     ids=" ".join,
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of itself
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by torch 2.11, of itself
 def test_same_seed_gives_the_same_weights(flags, tmp_path):
     if "--torch_compile" in flags and not can_compile("cpu"):
         pytest.skip("there is no C++ compiler")
