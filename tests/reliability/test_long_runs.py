@@ -94,7 +94,6 @@ def trained(folder, *flags):
     ids=" ".join,
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of itself
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by torch 2.11, of itself
 def test_same_seed_gives_the_same_weights(flags, tmp_path):
     if "--torch_compile" in flags and not can_compile("cpu"):
         pytest.skip("there is no C++ compiler")
