@@ -1,9 +1,11 @@
 """What a user waits for before anything happens: imports, `--help`, and loading a saved model.
 
     python benchmarks/start_up.py --model runs/digits
+    python benchmarks/start_up.py --python plain/bin/python    in another environment
 
-Each is a fresh process; all in turn, round by round, after one round that is not counted. Given are the medians of the
-seconds of the whole process, and quartiles.
+transformers loads peft with its training arguments where peft is installed, as it is with the `test` extra and not by
+`pip install .`. Each is a fresh process; all in turn, round by round, after one round that is not counted. Given are
+the medians of the seconds of the whole process, and quartiles.
 """
 
 import argparse
@@ -21,6 +23,7 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder that train.py has written")
+    parser.add_argument("--python", default=sys.executable, help="that of the environment to measure")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
     args = parser.parse_args()
@@ -45,7 +48,7 @@ def main() -> None:
     for _ in range(args.rounds + 1):
         for name, command in commands.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, *command], check=True, capture_output=True)
+            subprocess.run([args.python, *command], check=True, capture_output=True)
             seconds[name].append(time.perf_counter() - start)
 
     lines = ["| process | seconds |", "| --- | --- |"]

@@ -44,6 +44,7 @@ def test_package_can_be_reloaded():
     [
         "import hf_vit_scratch\nfrom transformers import AutoModel",
         "from transformers import AutoModel\nimport hf_vit_scratch",
+        "import hf_vit_scratch.configuration_vit_scratch\nfrom transformers import AutoModel",
         "import hf_vit_scratch.modeling_vit_scratch\nfrom transformers import AutoModel",
     ],
 )
@@ -56,6 +57,14 @@ print(type(AutoModel.from_config(AutoConfig.for_model("vit_scratch", **sizes))).
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
     assert done.stdout.strip() == "ViTScratchModel", done.stderr
+
+
+def test_configuration_does_not_load_the_auto_classes():
+    code = "import sys, hf_vit_scratch.configuration_vit_scratch; print('transformers.models.auto' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_names_are_listed_before_they_are_loaded():

@@ -43,8 +43,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# When the auto classes are loaded, so are ours, unless it is ours that load them; once ours are there, they register.
-# exist_ok: a notebook may reload the package.
+# When the auto classes are loaded, so are ours, unless it is ours that load them; once both are there, ours register.
+# Ours alone do not load the auto classes, with their hundreds of models. exist_ok: a notebook may reload the package.
 
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
@@ -59,25 +59,19 @@ def _load_models(auto: ModuleType) -> None:
 
 @wrapt.when_imported(f"{__name__}.configuration_vit_scratch")
 def _register_configuration(ours: ModuleType) -> None:
-    from transformers import AutoConfig
-
-    AutoConfig.register(ours.ViTScratchConfig.model_type, ours.ViTScratchConfig, exist_ok=True)
+    @wrapt.when_imported("transformers.models.auto.configuration_auto")
+    def register(auto: ModuleType) -> None:
+        auto.AutoConfig.register(ours.ViTScratchConfig.model_type, ours.ViTScratchConfig, exist_ok=True)
 
 
 @wrapt.when_imported(f"{__name__}.modeling_vit_scratch")
 def _register_models(ours: ModuleType) -> None:
-    from transformers import (
-        AutoBackbone,
-        AutoModel,
-        AutoModelForImageClassification,
-        AutoModelForMaskedImageModeling,
-    )
-
-    AutoModel.register(ours.ViTScratchConfig, ours.ViTScratchModel, exist_ok=True)
-    AutoModelForImageClassification.register(
-        ours.ViTScratchConfig, ours.ViTScratchForImageClassification, exist_ok=True
-    )
-    AutoModelForMaskedImageModeling.register(
-        ours.ViTScratchConfig, ours.ViTScratchForMaskedImageModeling, exist_ok=True
-    )
-    AutoBackbone.register(ours.ViTScratchConfig, ours.ViTScratchBackbone, exist_ok=True)
+    @wrapt.when_imported("transformers.models.auto.modeling_auto")
+    def register(auto: ModuleType) -> None:
+        for auto_class, model_class in (
+            (auto.AutoModel, ours.ViTScratchModel),
+            (auto.AutoModelForImageClassification, ours.ViTScratchForImageClassification),
+            (auto.AutoModelForMaskedImageModeling, ours.ViTScratchForMaskedImageModeling),
+            (auto.AutoBackbone, ours.ViTScratchBackbone),
+        ):
+            auto_class.register(ours.ViTScratchConfig, model_class, exist_ok=True)
