@@ -397,6 +397,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         images, labels = self._read([sample.row for sample in wanted])
         pairs = [(place[sample], place[other]) for sample, other in partners.items()]
         batch = self._preparation(images, labels, [(sample.epoch, sample.row) for sample in wanted], augment, pairs)
+        if wanted == samples:  # no copy of them
+            return batch
         own = torch.tensor([place[sample] for sample in samples], device=batch["labels"].device)
         return {name: tensor[own] for name, tensor in batch.items()}
 
