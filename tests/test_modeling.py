@@ -20,6 +20,7 @@ from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, V
 from hf_vit_scratch.modeling_vit_scratch import (
     ViTScratchDropPath,
     ViTScratchLayer,
+    ViTScratchLinear,
     ViTScratchPreTrainedModel,
     eager_attention_forward,
     resample_positions,
@@ -43,6 +44,31 @@ def tiny_model(cls=ViTScratchModel, std=0.5, attn_implementation="eager", **fiel
 @pytest.fixture
 def pixel_values():
     return torch.randn(3, 3, 16, 24, dtype=torch.float64, requires_grad=True)
+
+
+# Linear layers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "apart"),
+    [(torch.bfloat16, False, True), (torch.float32, True, True), (torch.float32, False, False)],
+    ids=["bf16", "autocast", "fp32"],
+)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_compiled_linear_layer_adds_its_bias_apart_in_bf16_and_equals_the_product(dtype, autocast, apart, bias):
+    layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
+    x, graphs = torch.randn(2, 3, 8, dtype=dtype), []
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph.code) or graph, fullgraph=True)
+    expected = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        actual, uncompiled = compiled(x), layer(x)
+
+    assert actual.dtype == uncompiled.dtype == (torch.bfloat16 if autocast else dtype)
+    tolerance = 1e-5 if actual.dtype == torch.float32 else 3 * 2**-8  # of rounding factors, product, and sum
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+    assert (" + " in graphs[0]) == (apart and bias)
 
 
 # Attention

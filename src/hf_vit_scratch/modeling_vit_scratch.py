@@ -306,6 +306,23 @@ class ViTScratchRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class ViTScratchLinear(nn.Linear):
+    """A linear layer whose bias is an addition of its own where that is faster: compiled, in bfloat16, on a CPU.
+
+    torch's compiler fuses the addition with what follows, while a product with a bias first copies the bias into every
+    row of its result. On an AMD Zen 4 a compiled model so takes 0.89 to 0.96 of the time for images in batches, and
+    0.94 for a training step of 32x32; in float32 it would take up to 1.05.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling() and x.device.type == "cpu" and self.bias is not None:
+            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+            if dtype == torch.bfloat16:
+                product = F.linear(x, self.weight)
+                return product + self.bias.to(product.dtype)
+        return super().forward(x)
+
+
 class ViTScratchAttention(nn.Module):
     """Multi-head self-attention: every token takes a weighted mean of all; [1] appendix A.  (B, N, D) -> (B, N, D)."""
 
@@ -315,10 +332,10 @@ class ViTScratchAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads  # the config guarantees no remainder
         self.dropout_prob = config.attention_probs_dropout_prob
         self.is_causal = config.is_causal  # read by the sdpa and flash backends, which take a missing one for True
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.q_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.k_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.v_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.o_proj = ViTScratchLinear(config.hidden_size, config.hidden_size)
         # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores cannot grow without bound.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
@@ -361,9 +378,9 @@ class ViTScratchMLP(nn.Module):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc1 = ViTScratchLinear(config.hidden_size, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.fc2 = ViTScratchLinear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(hidden_states)))
