@@ -22,10 +22,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 DEFAULT_ATTENTION = "sdpa"  # of transformers
 # On a CPU in bfloat16 a training step with the attention written out takes 0.74 to 0.90 of the time with torch's fused
-# one, and inference 0.77 to 0.95, at every length measured: 65 to 1,601 tokens, 384 and 768 wide, 4 layers, medians of
-# 6 rounds in turn, AMD Zen 4, torch 2.15. Memory sets the bound, as the weights of all tokens for all tokens are kept
-# for the gradient: training (12 layers, 384 wide, batch 8) peaks at 1.14 times the fused one's memory at 197 tokens,
-# 1.25 at 401, 1.35 at 577, 1.68 at 1,025, and 2.11 at 1,601.
+# one, and inference 0.77 to 0.95, at every length measured: 65 to 1,601 tokens, 384 and 768 wide in heads of 64, 4
+# layers, medians of 6 rounds in turn, AMD Zen 4, torch 2.15. Memory sets the bound, as the weights of all tokens for
+# all tokens are kept for the gradient: training (12 layers, 384 wide, batch 8, one run each) peaks at 1.14 times the
+# fused one's memory at 197 tokens, 1.25 at 401, 1.35 at 577 (1.79 with 256 wide in heads of 32), 1.68 at 1,025, and
+# 2.11 at 1,601.
 MAX_TOKENS_WRITTEN_OUT = 577
 # Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32: a
 # training step of models 32 to 128 wide takes 0.8 to 0.56 of its time in float32 (4 layers, 64 tokens, AMD Zen 4).
