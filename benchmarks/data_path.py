@@ -28,6 +28,7 @@ from transformers import ViTImageProcessor
 
 from hf_vit_scratch.augmentation import Augmentation
 from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate, decode_image
+from hf_vit_scratch.machine import keep_freed_memory
 
 SECONDS = 1.5  # that each part is measured in a round
 BATCH = 64
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as ViTTrainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     steps = dict(parts(device, args.workers))

@@ -1,5 +1,6 @@
 import io
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
+from hf_vit_scratch import data
 from hf_vit_scratch.augmentation import Augmentation, Mixing
 from hf_vit_scratch.data import (
     EpochSampler,
@@ -89,8 +91,8 @@ def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_
     features = Features({"picture": ImageFeature(), "label": Value("string"), "year": Value("int64")})
     write_parquet(tmp_path / "data.parquet", features, picture=photographs * 10, label=names, year=[2000] * 20)
 
-    for data in (tmp_path, tmp_path / "data.parquet"):
-        splits = load_splits(str(data))
+    for source in (tmp_path, tmp_path / "data.parquet"):
+        splits = load_splits(str(source))
 
         assert splits["train"].column_names == ["image", "label"]
         assert splits["train"].features["label"].names == ["flower", "temple"]
@@ -498,6 +500,18 @@ def test_worker_processes_end_by_the_main_process_alone(start_method, image_proc
     worker.terminate()
     worker.join(timeout=30)
     assert worker.exitcode == 0
+
+
+def test_worker_processes_keep_the_memory_that_a_batch_has_freed(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "keep_freed_memory", lambda: (tmp_path / str(os.getpid())).touch())
+    data.set_up_worker_process.cache_clear()
+    dataset = make_dataset(image_processor, photographs)
+
+    list(DataLoader(dataset, batch_size=1, num_workers=2, collate_fn=collate, multiprocessing_context="fork"))
+
+    kept_by = {path.name for path in tmp_path.iterdir()}
+    assert len(kept_by) == 2
+    assert str(os.getpid()) not in kept_by
 
 
 def test_augmentation_leaves_the_global_generator_alone(augmented):

@@ -35,6 +35,7 @@ from transformers.image_utils import load_image
 from .augmentation import Augmentation, Mixing
 from .batch_transforms import Draws
 from .errors import UserError
+from .machine import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -388,7 +389,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch at once, which the data loader asks for where it can."""
         if get_worker_info() is not None:
-            end_by_the_main_process_alone()
+            set_up_worker_process()
         samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         augment = self.stages[samples[0].stage]
         partners = self._partners(samples) if augment is not None else {}
@@ -430,7 +431,13 @@ def collate(batch: Any) -> Any:
 
 
 @functools.cache  # once in each worker process
-def end_by_the_main_process_alone() -> None:
+def set_up_worker_process() -> None:
+    """What a worker process of a data loader does before its first batch."""
+    keep_freed_memory()  # a batch takes what the one before has freed: 0.88 to 0.92 of the time, for photographs
+    _end_by_the_main_process_alone()
+
+
+def _end_by_the_main_process_alone() -> None:
     """Let a worker process heed SIGTERM only from its main process.
 
     Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end; yet

@@ -39,9 +39,9 @@ BUSY = 0.1  # share of the time that a process waits for a core, above which the
 def keep_freed_memory() -> bool:
     """Let the C library keep the memory that is freed, for the next tensors, instead of giving it back to the system.
 
-    A training step on the CPU frees and takes the same hundreds of megabytes again and again. As it comes, glibc gives
-    such blocks back at once, and the system has to clear each page anew: hundreds of thousands of page faults in a few
-    steps. The process then holds as much memory as it needed at its peak.
+    A training step on the CPU, or a batch of images, frees and takes the same hundreds of megabytes again and again.
+    As it comes, glibc gives such blocks back at once, and the system has to clear each page anew: hundreds of
+    thousands of page faults in a few steps. The process then holds as much memory as it needed at its peak.
 
     Nothing is changed where the user has chosen (a variable whose name begins with `MALLOC_`, `GLIBC_TUNABLES`, or
     another allocator in `LD_PRELOAD`), nor with another C library than glibc.

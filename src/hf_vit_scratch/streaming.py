@@ -23,11 +23,11 @@ from .data import (
     Preparation,
     check_split_names,
     decode_image,
-    end_by_the_main_process_alone,
     find_columns,
     image_paths,
     load_source,
     refuse_unknown_labels,
+    set_up_worker_process,
     split_in_half,
 )
 from .errors import UserError
@@ -190,7 +190,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is not None:
-            end_by_the_main_process_alone()
+            set_up_worker_process()
         rows = self._endless_rows()
         for number in itertools.count(first, step):
             batch = list(itertools.islice(rows, self.batch_size))

@@ -143,7 +143,7 @@ class ViTTrainer(Trainer):
         """
         self._logged_time = None
         self._start_time = time.perf_counter()
-        if self.args.device.type == "cpu" and keep_freed_memory():
+        if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
         self._waiting = WaitingForCores()
         self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
