@@ -57,18 +57,18 @@ def test_masks_depend_on_seed_epoch_and_row_alone(make_dataset):
     def mask(*samples, seed=0):
         return make_dataset(patch_size=(4, 4), seed=seed).__getitems__(list(samples))["bool_masked_pos"][-1]
 
-    alone = mask(Sample(1, 0, 4))
+    alone = mask(Sample(1, 0, 4, 4))
 
-    assert torch.equal(mask(Sample(1, 0, 2), Sample(1, 0, 4)), alone)
-    assert not torch.equal(mask(Sample(2, 0, 4)), alone)
-    assert not torch.equal(mask(Sample(1, 0, 3)), alone)
-    assert not torch.equal(mask(Sample(1, 0, 4), seed=1), alone)
+    assert torch.equal(mask(Sample(1, 0, 2, 2), Sample(1, 0, 4, 4)), alone)
+    assert not torch.equal(mask(Sample(2, 0, 4, 4)), alone)
+    assert not torch.equal(mask(Sample(1, 0, 3, 3)), alone)
+    assert not torch.equal(mask(Sample(1, 0, 4, 4), seed=1), alone)
 
 
 def test_pixels_are_those_of_a_classifier(make_dataset):
     stages = [Augmentation((16, 24), rotation_degrees=20)]
     masked, labelled = (
-        make_dataset(which, stages, **options).__getitems__([Sample(3, 0, 1), Sample(3, 0, 5)])["pixel_values"]
+        make_dataset(which, stages, **options).__getitems__([Sample(3, 0, 1, 1), Sample(3, 0, 5, 5)])["pixel_values"]
         for which, options in ((MaskedImageDataset, {"patch_size": (4, 4)}), (ImageClassificationDataset, {}))
     )
 

@@ -190,12 +190,15 @@ class Sample(NamedTuple):
     epoch: int
     stage: int
     row: int
+    partner: int  # the row that it is mixed with, if it is
 
 
 class EpochSampler(torch.utils.data.Sampler):
     """Every row once per epoch, in an order that depends on nothing but (seed, epoch), with the stage of training.
 
-    Drawn in the main process, so that worker processes and resumed runs get the same.
+    Drawn in the main process, so that worker processes and resumed runs get the same. Partners in mixing are the first
+    and second row of that order, the third and fourth, and so on: both are in one batch if its size is even, and none
+    has to be prepared for its partner's sake. The last of an odd number is its own partner, and so stays unmixed.
 
     Args:
         size: Number of rows.
@@ -226,7 +229,7 @@ class EpochSampler(torch.utils.data.Sampler):
         for position, row in enumerate(order):
             if position % self.batch_size == 0:
                 stage = self.stage(epoch + position / self.size)
-            yield Sample(epoch, stage, row)
+            yield Sample(epoch, stage, row, order[min(position ^ 1, self.size - 1)])
 
 
 class Preparation:
@@ -390,7 +393,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """A whole batch at once, which the data loader asks for where it can."""
         if get_worker_info() is not None:
             set_up_worker_process()
-        samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
+        samples = self._samples(keys)
         augment = self.stages[samples[0].stage]
         partners = self._partners(samples) if augment is not None else {}
         wanted = list(dict.fromkeys([*samples, *partners.values()]))  # none is prepared twice
@@ -403,16 +406,16 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         own = torch.tensor([place[sample] for sample in samples], device=batch["labels"].device)
         return {name: tensor[own] for name, tensor in batch.items()}
 
+    def _samples(self, keys: Sequence[int | Sample]) -> list[Sample]:
+        return [key if isinstance(key, Sample) else Sample(0, 0, key, (key + 1) % len(self)) for key in keys]
+
     def _partners(self, samples: list[Sample]) -> dict[Sample, Sample]:
         """For each sample that is mixed, the sample that it is mixed with."""
-        if not self._preparation.mixing_prob or len(self) < 2:
-            return {}
         draws = self._preparation.draws([(sample.epoch, sample.row) for sample in samples], "partner")
-        mixed, others = draws.uniform() < self._preparation.mixing_prob, draws.integers(len(self) - 1)
         return {
-            sample: sample._replace(row=int(other) + (other >= sample.row))
-            for sample, chosen, other in zip(samples, mixed, others, strict=True)
-            if chosen
+            sample: sample._replace(row=sample.partner, partner=sample.row)
+            for sample, draw in zip(samples, draws.uniform(), strict=True)
+            if draw < self._preparation.mixing_prob
         }
 
     def _read(self, indices: list[int]) -> tuple[list[Image.Image] | Tensor, Tensor]:

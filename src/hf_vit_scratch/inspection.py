@@ -166,8 +166,8 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
 
 def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
     dataset: Any = trainer.train_dataset
-    rows = np.random.default_rng(1).permutation(len(dataset))[:size]
-    batch = dataset.__getitems__([Sample(0, stage, int(row)) for row in rows])
+    rows = np.random.default_rng(1).permutation(len(dataset))[:size].tolist()
+    batch = dataset.__getitems__([Sample(0, stage, *pair) for pair in zip(rows, rows[1:] + rows[:1], strict=True)])
     return batch["pixel_values"], batch["labels"]
 
 

@@ -53,8 +53,7 @@ class MaskedImageDataset(ImageClassificationDataset):
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch at once, which the data loader asks for where it can."""
         pixel_values = super().__getitems__(keys)["pixel_values"]
-        samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
-        draws = self._preparation.draws([(sample.epoch, sample.row) for sample in samples], "masking")
+        draws = self._preparation.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
         height, width = pixel_values.shape[-2:]
         if height % self.unit[0] or width % self.unit[1]:
             raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {self.unit[0]}.")
