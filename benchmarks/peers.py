@@ -356,7 +356,7 @@ def peak_memory(name: str, case: Case, connection: Any = None) -> int:
 
 
 def peak_memory_in_child(name: str, case: Case) -> int:
-    """The same in a child, which has all libraries already. No thread may have been started here before."""
+    """The same in a child, which has all libraries already. Once training is compiled here, no child can train."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=peak_memory, args=(name, case, sender))
     child.start()
