@@ -2,7 +2,8 @@
 
     python benchmarks/data_path.py --workers 0 1 2
 
-Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG, to 224 pixels, with RandAugment. Small images: 32 by
+Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG, to 224 pixels, with RandAugment; all of it, and up to
+the uint8 that worker processes send in training, and from there on, which is done on the device. Small images: 32 by
 32, with crops and flips, one at a time and as `train.py` does it for small images, kept on the device and augmented in
 batches. One thread per process. Given are the medians of the rounds, all parts in turn in each, and quartiles.
 """
@@ -26,11 +27,11 @@ from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
-from hf_vit_scratch.augmentation import Augmentation
+from hf_vit_scratch.augmentation import Augmentation, Mixing
 from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate, decode_image
 from hf_vit_scratch.machine import keep_freed_memory
 
-SECONDS = 1.5  # that each part is measured in a round
+SECONDS = 3.0  # that each part is measured in a round
 BATCH = 64
 
 
@@ -61,7 +62,15 @@ def batches(dataset: ImageClassificationDataset, workers: int) -> Iterator[int]:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for batch in loader:
-            yield len(batch["pixel_values"])
+            yield len(batch["labels"])
+
+
+def loading(dataset: ImageClassificationDataset, workers: int) -> float:
+    """Images per second of new worker processes, when what they had prepared before they were asked is used up."""
+    loaded = batches(dataset, workers)
+    for _ in range(1 + 4 * workers):
+        next(loaded)
+    return images_per_second(partial(next, loaded))
 
 
 def images_per_second(step: Callable[[], int]) -> float:
@@ -72,8 +81,8 @@ def images_per_second(step: Callable[[], int]) -> float:
     return images / (time.perf_counter() - start)
 
 
-def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Callable[[], int]]]:
-    """What is measured."""
+def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Callable[[], float]]]:
+    """What is measured, and its images per second."""
     photographs = [jpeg(pixels, quality=90) for pixels in load_sample_images().images]
     decoded = [decode_image({"bytes": file, "path": None}, name="") for file in photographs]
     augment = Augmentation(
@@ -85,13 +94,13 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     )
     crop_and_flip = Augmentation((224, 224), random_resized_crop_scale=0.08, horizontal_flip_prob=0.5)
 
-    def each(work: Callable[[Any], Any], items: list[Any]) -> Callable[[], int]:
+    def each(work: Callable[[Any], Any], items: list[Any]) -> Callable[[], float]:
         def step() -> int:
             for item in items:
                 work(item)
             return len(items)
 
-        return step
+        return partial(images_per_second, step)
 
     yield (
         "photograph: decode",
@@ -100,22 +109,38 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     yield "photograph: crop, flip", each(crop_and_flip, decoded)
     yield "photograph: crop, flip, RandAugment, erase", each(augment, decoded)
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
+    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0)
+    files = rows(photographs, 2048)  # in one measurement no epoch ends, where workers would wait for each other
+    whole, mixed, sent = (
+        ImageClassificationDataset(files, processor, [augment], mixing=mixing) for mixing in (None, mixing, mixing)
+    )
+    sent.finish_later = True
     for number in workers:
-        whole = batches(ImageClassificationDataset(rows(photographs, 2048), processor, [augment]), number)
-        yield f"photograph: all of it, {number} workers", partial(next, whole)
+        yield f"photograph: all of it, {number} workers", partial(loading, whole, number)
+        yield f"photograph: all of it, mixed, {number} workers", partial(loading, mixed, number)
+        if number > 0:
+            yield f"photograph: up to uint8, mixed, {number} workers", partial(loading, sent, number)
+    batch = {name: tensor.to(device) for name, tensor in sent.begin(range(BATCH)).items()}
+
+    def finish() -> int:
+        pixels = sent.preparation.finish(batch)["pixel_values"]
+        pixels[-1, -1, -1, -1].item()  # waits for the device
+        return len(pixels)
+
+    yield f"photograph: from uint8 on, mixed, on {device.type}", partial(images_per_second, finish)
 
     small = [
         jpeg(np.random.default_rng(seed).integers(256, size=(32, 32, 3), dtype=np.uint8), 75) for seed in range(64)
     ]
     processor = ViTImageProcessor(size={"height": 32, "width": 32}, do_convert_rgb=True)
     crop = Augmentation((32, 32), crop_padding=4, horizontal_flip_prob=0.5)
+    files = rows(small, 32_768)
+    dataset = ImageClassificationDataset(files, processor, [crop])
     for number in workers:
-        whole = batches(ImageClassificationDataset(rows(small, 8192), processor, [crop]), number)
-        yield f"32x32: all of it, one at a time, {number} workers", partial(next, whole)
-    kept = ImageClassificationDataset(rows(small, 8192), processor, [crop])
+        yield f"32x32: all of it, one at a time, {number} workers", partial(loading, dataset, number)
+    kept = ImageClassificationDataset(files, processor, [crop])
     assert kept.keep_on(device)
-    on_device = batches(kept, 0)
-    yield f"32x32: kept on {device.type}, in batches", partial(next, on_device)
+    yield f"32x32: kept on {device.type}, in batches", partial(loading, kept, 0)
 
     if device.type != "cpu":
         pixels = torch.randint(256, (BATCH, 3, 224, 224), dtype=torch.uint8).pin_memory()
@@ -127,7 +152,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
                 torch.accelerator.synchronize()
                 return BATCH
 
-            yield f"224x224: to the device as {name}", transfer
+            yield f"224x224: to the device as {name}", partial(images_per_second, transfer)
 
 
 def main() -> None:
@@ -141,13 +166,11 @@ def main() -> None:
     keep_freed_memory()  # as ViTTrainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    steps = dict(parts(device, args.workers))
-    rates: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()  # starts workers
+    measures = dict(parts(device, args.workers))
+    rates: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(args.rounds):
-        for name, step in steps.items():
-            rates[name].append(images_per_second(step))
+        for name, measure in measures.items():
+            rates[name].append(measure())
 
     lines = ["| part | images/s |", "| --- | --- |"]
     for name, numbers in rates.items():

@@ -167,22 +167,19 @@ def test_policy_draws_for_each_image(policy, images):
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_shares_of_mixup_have_a_beta_distribution(alpha):
-    own, other, targets = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2), torch.eye(2)[[0] * 4000]
+    own, other = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2)
 
-    mixed, shares = Mixing(2, mixup_alpha=alpha).mix(
-        own, targets, other, targets.flip(1), Draws([(row,) for row in range(4000)])
-    )
+    mixture, shares = Mixing(2, mixup_alpha=alpha).draw((2, 2), Draws([(row,) for row in range(4000)]))
 
-    assert torch.equal(mixed[:, 0, 0, 0], shares[:, 0])
-    assert stats.kstest(shares[:, 0].double(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
+    assert torch.equal(Mixing.mix(own, other, mixture)[:, 0, 0, 0], shares)
+    assert stats.kstest(shares.double(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
 def test_cutmix_is_chosen_for_half_where_both_are():
-    own, other, targets = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8), torch.eye(2)[[0] * 1000]
+    own, other = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8)
 
-    mixed, _ = Mixing(2, mixup_alpha=1.0, cutmix_alpha=1.0).mix(
-        own, targets, other, targets.flip(1), Draws([(row,) for row in range(1000)])
-    )
+    mixture, _ = Mixing(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), Draws([(row,) for row in range(1000)]))
 
+    mixed = Mixing.mix(own, other, mixture)
     cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
     assert cut.float().mean() == pytest.approx(0.5, abs=0.05)

@@ -454,11 +454,14 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_worker_processes_prepare_what_the_main_process_does(augmented, persistent_workers, mixed):
-    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1) if mixed else None
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_worker_processes_prepare_what_the_main_process_does(augmented, persistent_workers, mixed, finish_later):
+    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.7, label_smoothing=0.1) if mixed else None
     alone, sampler = augmented(mixing=mixing), EpochSampler(12, seed=3)
+    dataset = augmented(mixing=mixing)
+    dataset.finish_later = finish_later
     loader = DataLoader(
-        augmented(mixing=mixing),
+        dataset,
         batch_size=5,
         sampler=sampler,
         num_workers=2,
@@ -469,6 +472,9 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
     for epoch in range(3):
         sampler.set_epoch(epoch)
         batches = list(loader)
+        if finish_later:
+            assert all(batch["images"].dtype == torch.uint8 and "pixel_values" not in batch for batch in batches)
+            batches = [dataset.preparation.finish(batch) for batch in batches]
         for name in ("pixel_values", "labels"):
             expected = torch.stack([torch.as_tensor(alone[sample][name]) for sample in sampler])
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)

@@ -61,7 +61,7 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
 
     passed, lines, printed = check(capsys, *argv, "--image_size", "128", "--patch_size", "32",
                                    "--initial_image_size", "96", "--whiten_patches", "false",
-                                   "--validation_fraction", "0.1")  # fmt: skip
+                                   "--validation_fraction", "0.1", "--dataloader_num_workers", "1")  # fmt: skip
 
     assert not passed
     assert "'flower' has 1 training images, 'temple' 48" in printed

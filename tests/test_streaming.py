@@ -123,6 +123,20 @@ def test_mixture_is_with_the_next_image_of_the_batch(make_stream):
     torch.testing.assert_close(mixed["labels"], expected, rtol=0, atol=1e-4)
 
 
+def test_worker_processes_can_leave_the_end_of_the_work_to_others(make_stream):
+    mixing = Mixing(3, mixup_alpha=1.0, mixing_prob=0.7)
+    stream, alone = make_stream(mixing=mixing), make_stream(mixing=mixing)
+    stream.finish_later = True
+
+    batches = list(itertools.islice(DataLoader(stream, batch_size=None, num_workers=2), 6))
+
+    assert all(batch["images"].dtype == torch.uint8 and "pixel_values" not in batch for batch in batches)
+    expected = itertools.islice(DataLoader(alone, batch_size=None, num_workers=2), 6)
+    for batch, whole in zip(batches, expected, strict=True):
+        finished = stream.preparation.finish(batch)
+        assert all(torch.equal(finished[name], whole[name]) for name in ("pixel_values", "labels"))
+
+
 def test_stages_follow_the_number_of_the_batch(make_stream):
     stages = [Augmentation((4, 4)), Augmentation((6, 6)), None]
     loader = DataLoader(make_stream(stages, stage_of_batch=[0, 0, 0, 1, 2]), batch_size=None, num_workers=2)

@@ -465,6 +465,20 @@ def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
     assert counters["stats"]["unique_graphs"] == 0
 
 
+def test_bytes_of_worker_processes_are_finished_where_the_model_is(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=3, dataloader_num_workers=1)
+    prepare, received, trained_on = trainer._prepare_inputs, [], []
+    monkeypatch.setattr(trainer, "_prepare_inputs", lambda inputs: received.append(inputs) or prepare(inputs))
+    trainer.model.register_forward_pre_hook(lambda _, args, kwargs: trained_on.append(kwargs), with_kwargs=True)
+
+    trainer.train()
+
+    assert sum("images" in batch for batch in received) == 3
+    # Who looks at a batch without training gets it whole.
+    for batch, expected in zip(trained_on, trainer.get_train_dataloader(), strict=True):
+        assert all(torch.equal(batch[name], expected[name]) for name in ("pixel_values", "labels"))
+
+
 @pytest.mark.parametrize(("persistent", "forks"), [(False, 3), (True, 2)], ids=["new_workers", "persistent_workers"])
 def test_push_is_over_before_worker_processes_are_forked(persistent, forks, tmp_path, monkeypatch):
     # huggingface_hub takes a lock in every forked process, which the thread of a push may have held.

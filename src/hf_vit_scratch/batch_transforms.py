@@ -155,20 +155,17 @@ def random_erasing(images: Tensor, draws: Draws, probability: float, value: int)
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
     chosen = draws.uniform() < probability
     top, left, tall, wide = _rectangles(draws, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))
-    return images.masked_fill(rectangle_mask(images, top, left, tall * chosen, wide), value)
+    rectangles = to_device(np.stack((top, left, tall * chosen, wide), axis=1), images)
+    return images.masked_fill(rectangle_mask(images, rectangles), value)
 
 
-def rectangle_mask(
-    images: Tensor, top: NDArray[Any], left: NDArray[Any], height: NDArray[Any], width: NDArray[Any]
-) -> Tensor:
-    """Whether a pixel lies in its image's rectangle, (B, 1, height, width)."""
-    rows, columns = np.arange(images.shape[-2]), np.arange(images.shape[-1])
-    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None])
-    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
-    return (
-        to_device(inside_rows, images, torch.bool)[:, None, :, None]
-        & to_device(inside_columns, images, torch.bool)[:, None, None, :]
-    )
+def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
+    """Whether a pixel lies in its image's rectangle (B, 4): top, left, height, width.  (B, 1, height, width)."""
+    top, left, tall, wide = rectangles.T[..., None]  # (B, 1) each
+    rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
+    inside_rows = (rows >= top) & (rows < top + tall)
+    inside_columns = (columns >= left) & (columns < left + wide)
+    return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
 
 
 def random_policy(images: Tensor, draws: Draws, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.trainer_pt_utils import find_batch_size
 
 from .arguments import Arguments
 from .data import ImageClassificationDataset, Sample
@@ -209,9 +210,12 @@ def data_report(trainer: ViTTrainer) -> str:
         `"loading"` or `"computing"`.
     """
     dataset: Any = trainer.train_dataset
+    dataset.finish_later = True  # as in training
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
-    loading = _images_per_second(lambda: len(next(loader)["pixel_values"]))
+    loading = _images_per_second(lambda: find_batch_size(next(loader)))
     batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
+    batch = dataset.preparation.finish(batch)
+    dataset.finish_later = False
     trainer.model.train()
 
     def compute() -> int:

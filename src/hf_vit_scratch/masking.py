@@ -50,11 +50,11 @@ class MaskedImageDataset(ImageClassificationDataset):
         self.mask_ratio = mask_ratio
         self.unit = unit
 
-    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch at once, which the data loader asks for where it can."""
-        pixel_values = super().__getitems__(keys)["pixel_values"]
-        draws = self._preparation.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
-        height, width = pixel_values.shape[-2:]
+    def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
+        """A whole batch, for `Preparation.finish`."""
+        images = super().begin(keys)["images"]
+        draws = self.preparation.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
+        height, width = images.shape[-2:]
         if height % self.unit[0] or width % self.unit[1]:
             raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {self.unit[0]}.")
         units = (height // self.unit[0], width // self.unit[1])
@@ -62,7 +62,7 @@ class MaskedImageDataset(ImageClassificationDataset):
         for axis in (0, 1):
             masks = masks.repeat(self.unit[axis] // self.patch_size[axis], axis=axis + 1)
         masks = masks.reshape(len(keys), -1)
-        return {"pixel_values": pixel_values, "bool_masked_pos": to_device(masks, pixel_values, torch.bool)}
+        return {"images": images, "bool_masked_pos": to_device(masks, images, torch.bool)}
 
 
 def random_masks(draws: Draws, units: tuple[int, int], ratio: float) -> np.ndarray:

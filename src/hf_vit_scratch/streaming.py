@@ -184,7 +184,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         self.batch_size = batch_size
         self.stage_of_batch = stage_of_batch
         self.first_batch = 0  # of a run that is resumed; those before are read, but not prepared
-        self._preparation = Preparation(image_processor, mixing, seed)
+        self.preparation = Preparation(image_processor, mixing, seed)
+        self.finish_later = False  # as of `ImageClassificationDataset`
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
@@ -230,11 +231,13 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         batch = readable
         labels = torch.tensor([row["label"] for _, row in batch])
         keys = [(epoch, _digest(row["image"])) for epoch, row in batch]
-        pairs = []
-        if augment is not None and self._preparation.mixing_prob:
-            mixed = self._preparation.draws(keys, "partner").uniform() < self._preparation.mixing_prob
-            pairs = [(place, (place + 1) % len(batch)) for place in mixed.nonzero()[0].tolist()]
-        return self._preparation(images, labels, keys, augment, pairs)
+        partners = {}
+        if augment is not None and self.preparation.mixing_prob:
+            mixed = self.preparation.draws(keys, "partner").uniform() < self.preparation.mixing_prob
+            partners = {place: (place + 1) % len(batch) for place in mixed.nonzero()[0].tolist()}
+        prepared = self.preparation.begin(images, labels, keys, augment, range(len(batch)), partners)
+        later = self.finish_later and get_worker_info() is not None
+        return prepared if later else self.preparation.finish(prepared)
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
 from transformers.training_args import OptimizerNames
 
@@ -240,12 +241,18 @@ class ViTTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
-        return super()._run_epoch(*args, **kwargs)
+        if not isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
+            return super()._run_epoch(*args, **kwargs)
+        self.train_dataset.finish_later = True  # in `training_step`, on the device
+        try:
+            return super()._run_epoch(*args, **kwargs)
+        finally:
+            self.train_dataset.finish_later = False
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step; remember how many images they hold together."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._images_in_step = sum(len(batch["pixel_values"]) for batch in batches)
+        self._images_in_step = sum(find_batch_size(batch) for batch in batches)
         self._batches_in_step = len(batches)
         return batches, num_items
 
@@ -264,6 +271,8 @@ class ViTTrainer(Trainer):
         """One forward and backward pass; remember the first step whose loss is not finite, without waiting for it."""
         if self._logged_time is None:
             self._images, self._logged_time = 0, time.perf_counter()
+        if isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
+            inputs = self.train_dataset.preparation.finish(self._prepare_inputs(inputs))
         self._images += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             loss = super().training_step(model, inputs, *args, **kwargs)
