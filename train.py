@@ -27,6 +27,7 @@ if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
     # It ends here, before the rest takes seconds to load; and without a search for garbage among all that torch has
     # made, on the way or at the exit, which is a third of the time.
     gc.disable()
+    sys.modules["peft"] = None  # type: ignore[assignment]  # not to be loaded, as transformers does where it is there
     from hf_vit_scratch.arguments import parse_recipe
 
     try:

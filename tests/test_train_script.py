@@ -362,7 +362,7 @@ def test_help_is_given_before_what_it_does_not_need_is_loaded():
 
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "hf_vit_scratch.arguments" in loaded
-    assert not {"datasets", "evaluate", "matplotlib", "sklearn.datasets"} & loaded
+    assert not {"datasets", "evaluate", "matplotlib", "sklearn.datasets", "peft"} & loaded
 
 
 def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
