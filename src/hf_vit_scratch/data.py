@@ -235,8 +235,8 @@ class EpochSampler(torch.utils.data.Sampler):
 class Preparation:
     """From decoded images to a batch for the model: augmented, mixed, normalised.
 
-    In two steps, of which the second can be taken on another device: of whole batches, on a GPU it costs next to
-    nothing, and uint8 is a fourth of what it makes of it. All draws depend on nothing but the seed and an image's key.
+    In two steps: the second, for a whole batch at once, can be taken where the model is, as the bytes that are sent
+    there are a fourth of what becomes of them. All draws depend on nothing but the seed and an image's key.
 
     Args:
         image_processor: Rescales and normalises; without augmentation it also resizes.
@@ -275,8 +275,8 @@ class Preparation:
             labels: Class ids (N,).
             keys: Of each image.
             augment: `None` for nothing random.
-            own: Which of the images make up the batch, B places.
-            partners: Of each number in the batch that is mixed, the place of its partner.
+            own: Places of the B images that make up the batch.
+            partners: By its number in the batch, for each image that is mixed, the place of the other.
 
         Returns:
             For `finish`: `images`, uint8 (B, 3, height, width), and where any are mixed also `partners`, of the same
@@ -319,7 +319,7 @@ class Preparation:
             batch: Of `begin`, on any device, with other entries or not; or one that is finished, which stays as it is.
 
         Returns:
-            The same with `pixel_values`, (B, 3, height, width), for what was there to make them of.
+            The same with `pixel_values`, float (B, 3, height, width), in the place of what they are made of.
         """
         if "images" not in batch:
             return batch
