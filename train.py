@@ -72,7 +72,7 @@ from hf_vit_scratch.metrics import (
     most_confident_mistakes,
     summarise_logits,
 )
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel
+from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel, onednn_is_faster
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 from hf_vit_scratch.whitening import NUM_PATCHES, whiten_patches
@@ -125,7 +125,12 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
 
     # 3. Model
     config, start = model_config(model_args, label_names)
-    if choices := machine.choose(training_args, config, given):
+    choices = machine.choose(training_args, config, given)
+    if training_args.device.type == "cpu" and onednn_is_faster():
+        choices.append(
+            "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
+        )
+    if choices:
         logger.info("Chosen for this machine (a flag overrides it):\n  %s", "\n  ".join(choices))
         recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))

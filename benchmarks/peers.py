@@ -9,10 +9,10 @@ same round, so above 1 we are the faster. Given are the median over the rounds a
 again" is a second copy of ours: as far as its ratio is from 1, others may be by chance. Training is a whole step:
 forward, loss, backward, AdamW. bf16 is autocast in training, as the Trainer does it, and bfloat16 weights in
 inference; "default" is what each has by itself: ours the precision that `hf_vit_scratch.machine` chooses, the others
-fp32. "Products" are the matrix products of the model alone, forward and backward, through the same
-library with everything contiguous: the limit for every model that multiplies these matrices. Peak memory is what the
-process needs beyond the imported libraries; on the CPU it is measured first, each model in a process of its own. The
-C library keeps freed memory (`keep_freed_memory`), for all of them.
+fp32. "Products" are the matrix products of the model alone, forward and backward, with everything contiguous, each
+through the library (on a CPU, MKL or oneDNN) that is the faster for it: the limit for every model that multiplies
+these matrices. Peak memory is what the process needs beyond the imported libraries; on the CPU it is measured first,
+each model in a process of its own. The C library keeps freed memory (`keep_freed_memory`), for all of them.
 """
 
 import argparse
@@ -240,29 +240,35 @@ def floating_point_operations(case: Case) -> int:
 
 
 def limit(case: Case) -> Callable[[], None]:
-    """A function that does the matrix products of one call and nothing else."""
+    """A function that does the matrix products of one call and nothing else, each the fastest way of torch."""
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    operands = []
+    calls: list[Callable[[], object]] = []
     for times, count, m, k, n in products(case):
-        # A linear layer keeps its weight transposed; products of single matrices run through F.linear, as there.
+        # A linear layer keeps its weight transposed.
         left = torch.randn(*([count] if count > 1 else []), m, k, device=case.device).to(dtype)
         right = torch.randn(*([count] if count > 1 else []), n, k, device=case.device).to(dtype)
         output = torch.randn(*([count] if count > 1 else []), m, n, device=case.device).to(dtype)
-        operands.append((times, left, right, output))
+        calls += [fastest(left, right, case.device)] * times
+        if case.work == "training":  # the gradients of both factors
+            calls += [fastest(output, right.mT, case.device), fastest(output.mT, left.mT, case.device)] * times
 
     @torch.inference_mode()
     def run() -> None:
-        for times, left, right, output in operands:
-            for _ in range(times):
-                if left.ndim == 2:
-                    F.linear(left, right)
-                else:
-                    left @ right.mT
-                if case.work == "training":  # the gradients of both factors
-                    output @ right
-                    output.mT @ left
+        for call in calls:
+            call()
 
     return run
+
+
+@torch.inference_mode()
+def fastest(left: Tensor, right: Tensor, device: str) -> Callable[[], object]:
+    """(M, K) times the transpose of (N, K), through the library that is the faster in a short trial."""
+    ways: list[Callable[[], object]] = [lambda: left @ right.mT]
+    if device == "cpu" and left.ndim == 2 and torch.backends.mkldnn.is_available():
+        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
+    if len(ways) == 1:
+        return ways[0]
+    return min(ways, key=lambda way: min(seconds(way, 1, device) for _ in range(5)))
 
 
 def prepare(name: str, case: Case) -> Callable[[], None]:
@@ -304,7 +310,7 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
     return train
 
 
-def seconds(call: Callable[[], None], times: int, device: str) -> float:
+def seconds(call: Callable[[], object], times: int, device: str) -> float:
     """Of one of `times` calls, on average."""
     start = time.perf_counter()
     for _ in range(times):

@@ -8,7 +8,9 @@ import torch
 from helpers import TINY, assert_equal, randomise_
 from safetensors import safe_open
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
 from transformers.models.dinov3_vit.configuration_dinov3_vit import DINOv3ViTConfig
 from transformers.models.dinov3_vit.modeling_dinov3_vit import (
@@ -16,7 +18,12 @@ from transformers.models.dinov3_vit.modeling_dinov3_vit import (
     apply_rotary_pos_emb,
 )
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
+from hf_vit_scratch import (
+    ViTScratchConfig,
+    ViTScratchForImageClassification,
+    ViTScratchModel,
+    modeling_vit_scratch,
+)
 from hf_vit_scratch.modeling_vit_scratch import (
     ViTScratchDropPath,
     ViTScratchLayer,
@@ -69,6 +76,174 @@ def test_compiled_linear_layer_adds_its_bias_apart_in_bf16_and_equals_the_produc
     tolerance = 1e-5 if actual.dtype == torch.float32 else 3 * 2**-8  # of rounding factors, product, and sum
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
     assert (" + " in graphs[0]) == (apart and bias)
+
+
+def linear_pair(**fields):
+    """Ours and torch's with the same numbers."""
+    ours, theirs = ViTScratchLinear(8, 16, **fields), nn.Linear(8, 16, **fields)
+    randomise_(ours, 0.5)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What linear layers call when oneDNN is said to be the faster for everything."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: True)
+    everything = dict.fromkeys((torch.float32, torch.bfloat16), (0, 0))
+    monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", everything)
+    made = []
+    for place, name in ((torch.ops.mkldnn, "_linear_pointwise"), (F, "conv2d")):
+        called = getattr(place, name)
+        spy = lambda *args, called=called, name=name: made.append(name) or called(*args)  # noqa: E731
+        monkeypatch.setattr(place, name, spy)
+    return made
+
+
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_linear_layer_through_onednn_equals_the_product(calls, with_gradients, dtype, bias):
+    layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
+    x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
+    factors = [x, *layer.parameters()]
+    copies = [factor.detach().double().requires_grad_() for factor in factors]
+
+    with torch.set_grad_enabled(with_gradients):
+        actual, expected = layer(x), F.linear(*copies)
+    pairs = [(actual, expected)]
+    if with_gradients:
+        upstream = torch.randn_like(actual)
+        gradients = torch.autograd.grad(actual, factors, upstream)
+        pairs += zip(gradients, torch.autograd.grad(expected, copies, upstream.double()), strict=True)
+
+    assert calls == ["conv2d" if with_gradients else "_linear_pointwise"]
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * 2**-8
+    for mine, theirs in pairs:
+        assert mine.dtype == dtype
+        assert mine.is_contiguous()
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * scale)
+
+
+def dual(layer, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x.cos()))).tangent
+
+
+def count(layer, x):
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    return torch.tensor(counter.get_total_flops())
+
+
+def autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x)
+
+
+OBSERVERS = {
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x.cos(),))[1],
+    "dual": dual,
+    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).square().sum())(x),
+    "hessian": lambda layer, x: torch.func.hessian(lambda x: layer(x).square().sum())(x),
+    "vmap": lambda layer, x: torch.func.vmap(layer, in_dims=1)(x.unsqueeze(2)),
+    "count": count,
+    "autocast": autocast,
+}
+
+
+# torch itself, for derivatives forward in time and a loop in the place of vmap.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_who_looks_into_a_linear_layer_sees_what_torch_shows(calls, observer):
+    ours, theirs = linear_pair()
+    x = torch.randn(2, 3, 8)
+
+    with torch.no_grad():
+        actual, expected = OBSERVERS[observer](ours, x), OBSERVERS[observer](theirs, x)
+
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if expected.dtype != torch.bfloat16 else 0.02, atol=1e-5)
+    assert "_linear_pointwise" not in calls
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_traced_linear_layer_has_only_what_other_tools_know(calls):
+    layer = ViTScratchLinear(8, 16)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, torch.randn(2, 3, 8))
+
+    assert "mkldnn" not in str(traced.inlined_graph)
+
+
+class Quantized(torch.Tensor):
+    """Stands for the weights of libraries that bring their own products."""
+
+    asked: list = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.asked.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_weights_of_other_libraries_get_the_product_that_they_know(calls):
+    layer = ViTScratchLinear(8, 16)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized))
+    Quantized.asked.clear()
+
+    with torch.no_grad():
+        layer(torch.randn(2, 3, 8))
+
+    assert F.linear in Quantized.asked
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
+def test_onednn_that_is_switched_off_or_cannot_do_it_is_not_called(calls, monkeypatch, dtype, with_gradients):
+    layer = ViTScratchLinear(8, 16).to(dtype)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", dtype == torch.float64)
+    with torch.set_grad_enabled(with_gradients):
+        layer(torch.randn(2, 3, 8, dtype=dtype))
+
+    assert not calls
+
+
+def test_linear_layer_of_another_dtype_raises_what_torch_raises(calls):
+    ours, theirs = (layer.bfloat16() for layer in linear_pair())
+    with torch.no_grad():
+        for layer in (theirs, ours):
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                layer(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "with_gradients", "expected"),
+    [(2**10 - 1, False, []), (2**10, False, ["_linear_pointwise"]), (2**12 - 1, True, []), (2**12, True, ["conv2d"])],
+)
+def test_onednn_is_called_from_so_many_multiplications_on(calls, monkeypatch, rows, with_gradients, expected):
+    limits = {torch.float32: (2**17, 2**19)}  # of products of `rows` x 8 and 8 x 16
+    monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", limits)
+    with torch.set_grad_enabled(with_gradients):
+        ViTScratchLinear(8, 16)(torch.randn(1, rows, 8))
+
+    assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu_name", "avx512_bf16", "expected"),
+    [("AMD EPYC", True, True), ("AMD EPYC", False, False), ("Intel Xeon", True, False), (None, True, False)],
+)
+def test_onednn_is_said_to_be_faster_where_that_was_measured(monkeypatch, cpu_name, avx512_bf16, expected):
+    capabilities = {"cpu_name": cpu_name, "avx512_bf16": avx512_bf16}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+
+    assert modeling_vit_scratch.onednn_is_faster.__wrapped__() is expected
 
 
 # Attention
