@@ -354,10 +354,12 @@ class ViTScratchLinear(nn.Linear):
             if torch.compiler.is_dynamo_compiling() and dtype == torch.bfloat16 and self.bias is not None:
                 product = F.linear(x, self.weight)
                 return product + self.bias.to(product.dtype)
-        elif dtype in MULTIPLICATIONS_FOR_ONEDNN and onednn_is_faster() and self.is_plain(x):
-            multiplications = x.numel() * self.out_features
-            without_gradients, with_gradients = MULTIPLICATIONS_FOR_ONEDNN[dtype]
-            if multiplications >= without_gradients and x.dtype == self.weight.dtype and only_result_is_wanted():
+            return super().forward(x)
+
+        multiplications = x.numel() * self.out_features
+        without_gradients, with_gradients = MULTIPLICATIONS_FOR_ONEDNN.get(dtype, (math.inf, math.inf))
+        if multiplications >= without_gradients and onednn_is_faster() and self.is_plain(x):
+            if x.dtype == self.weight.dtype and only_result_is_wanted():
                 # The compiler's own call of oneDNN. No gradient is defined for it.
                 return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             if multiplications >= with_gradients and x.ndim == 3:
