@@ -94,6 +94,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: True)
     everything = dict.fromkeys((torch.float32, torch.bfloat16), (0, 0))
     monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", everything)
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_ONEDNN", 0)
     made = []
     for place, name in ((torch.ops.mkldnn, "_linear_pointwise"), (F, "conv2d")):
         called = getattr(place, name)
@@ -230,6 +231,14 @@ def test_onednn_is_called_from_so_many_multiplications_on(calls, monkeypatch, ro
     monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", limits)
     with torch.set_grad_enabled(with_gradients):
         ViTScratchLinear(8, 16)(torch.randn(1, rows, 8))
+
+    assert calls == expected
+
+
+@pytest.mark.parametrize(("images", "expected"), [(2, []), (3, ["conv2d"])])
+def test_training_calls_onednn_from_so_many_tokens_of_all_images_on(calls, monkeypatch, images, expected):
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_ONEDNN", 15)
+    ViTScratchLinear(8, 16)(torch.randn(images, 5, 8))
 
     assert calls == expected
 

@@ -312,9 +312,11 @@ class ViTScratchRMSNorm(nn.RMSNorm):
 # Multiplications in a linear layer, without gradients and with them, from which on it is faster to call oneDNN. On a
 # CPU torch multiplies float32 through Intel's MKL, which on AMD's processors is the slower library; bfloat16 goes
 # through oneDNN, but the bias is first copied into every row of the result, where oneDNN could add it on the way. From
-# these numbers on a layer so takes 0.7 to 1.0 of the time in float32 and 0.85 to 1.02 in bfloat16, below them up to
-# twice the time: widths 64 to 768, 65 to 8,320 tokens, forward and backward, two cores of an AMD Zen 4, torch 2.15.
+# these numbers on a layer so takes 0.7 to 1.0 of the time in float32 and 0.8 to 1.06 in bfloat16, below up to twice
+# the time: widths 64 to 768, 65 to 8,320 tokens, forward and backward, two cores of an AMD Zen 4, torch 2.15.
 MULTIPLICATIONS_FOR_ONEDNN = {torch.float32: (2**24, 2**26), torch.bfloat16: (0, 2**28)}
+# And with gradients, tokens of all images together: with fewer, wide layers took up to 1.25 times the time.
+TOKENS_FOR_ONEDNN = 1536
 
 
 @functools.cache
@@ -362,7 +364,7 @@ class ViTScratchLinear(nn.Linear):
             if x.dtype == self.weight.dtype and only_result_is_wanted():
                 # The compiler's own call of oneDNN. No gradient is defined for it.
                 return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            if multiplications >= with_gradients and x.ndim == 3:
+            if multiplications >= with_gradients and x.ndim == 3 and len(x) * x.shape[1] >= TOKENS_FOR_ONEDNN:
                 # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and
                 # N wide, one pixel at a time.
                 image = x.transpose(1, 2).unsqueeze(2)  # (B, in_features, 1, N)
