@@ -94,7 +94,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: True)
     everything = dict.fromkeys((torch.float32, torch.bfloat16), (0, 0))
     monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", everything)
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_ONEDNN", 0)
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 0)
     made = []
     for place, name in ((torch.ops.mkldnn, "_linear_pointwise"), (F, "conv2d")):
         called = getattr(place, name)
@@ -103,10 +103,13 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("called", "with_gradients"), [("_linear_pointwise", False), ("conv2d", False), ("conv2d", True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_linear_layer_through_onednn_equals_the_product(calls, with_gradients, dtype, bias):
+def test_linear_layer_through_onednn_equals_the_product(calls, monkeypatch, called, with_gradients, dtype, bias):
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 6 if called == "conv2d" else 7)
     layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
     x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
     factors = [x, *layer.parameters()]
@@ -120,7 +123,7 @@ def test_linear_layer_through_onednn_equals_the_product(calls, with_gradients, d
         gradients = torch.autograd.grad(actual, factors, upstream)
         pairs += zip(gradients, torch.autograd.grad(expected, copies, upstream.double()), strict=True)
 
-    assert calls == ["conv2d" if with_gradients else "_linear_pointwise"]
+    assert calls == [called]
     tolerance = 1e-5 if dtype == torch.float32 else 2 * 2**-8
     for mine, theirs in pairs:
         assert mine.dtype == dtype
@@ -160,7 +163,9 @@ OBSERVERS = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("observer", OBSERVERS)
-def test_who_looks_into_a_linear_layer_sees_what_torch_shows(calls, observer):
+@pytest.mark.parametrize("tokens", [0, math.inf], ids=["convolution", "product"])
+def test_who_looks_into_a_linear_layer_sees_what_torch_shows(calls, monkeypatch, tokens, observer):
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", tokens)
     ours, theirs = linear_pair()
     x = torch.randn(2, 3, 8)
 
@@ -224,7 +229,14 @@ def test_linear_layer_of_another_dtype_raises_what_torch_raises(calls):
 
 @pytest.mark.parametrize(
     ("rows", "with_gradients", "expected"),
-    [(2**10 - 1, False, []), (2**10, False, ["_linear_pointwise"]), (2**12 - 1, True, []), (2**12, True, ["conv2d"])],
+    [
+        (2**10 - 1, False, []),
+        (2**10, False, ["_linear_pointwise"]),
+        (2**12 - 1, False, ["_linear_pointwise"]),
+        (2**12, False, ["conv2d"]),
+        (2**12 - 1, True, []),
+        (2**12, True, ["conv2d"]),
+    ],
 )
 def test_onednn_is_called_from_so_many_multiplications_on(calls, monkeypatch, rows, with_gradients, expected):
     limits = {torch.float32: (2**17, 2**19)}  # of products of `rows` x 8 and 8 x 16
@@ -236,8 +248,8 @@ def test_onednn_is_called_from_so_many_multiplications_on(calls, monkeypatch, ro
 
 
 @pytest.mark.parametrize(("images", "expected"), [(2, []), (3, ["conv2d"])])
-def test_training_calls_onednn_from_so_many_tokens_of_all_images_on(calls, monkeypatch, images, expected):
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_ONEDNN", 15)
+def test_onednn_convolves_from_so_many_tokens_of_all_images_on(calls, monkeypatch, images, expected):
+    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 15)
     ViTScratchLinear(8, 16)(torch.randn(images, 5, 8))
 
     assert calls == expected

@@ -309,14 +309,16 @@ class ViTScratchRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-# Multiplications in a linear layer, without gradients and with them, from which on it is faster to call oneDNN. On a
-# CPU torch multiplies float32 through Intel's MKL, which on AMD's processors is the slower library; bfloat16 goes
-# through oneDNN, but the bias is first copied into every row of the result, where oneDNN could add it on the way. From
-# these numbers on a layer so takes 0.7 to 1.0 of the time in float32 and 0.8 to 1.06 in bfloat16, below up to twice
-# the time: widths 64 to 768, 65 to 8,320 tokens, forward and backward, two cores of an AMD Zen 4, torch 2.15.
+# Multiplications in a linear layer from which on it is faster to call oneDNN: its product, which has no gradients, and
+# its convolution, which has. On a CPU torch multiplies float32 through Intel's MKL, which on AMD's processors is the
+# slower library; bfloat16 goes through oneDNN, but the bias is first copied into every row of the result, where oneDNN
+# could add it on the way. From these numbers on a layer so takes 0.7 to 1.0 of the time in float32 and 0.8 to 1.06 in
+# bfloat16, below up to twice the time: widths 64 to 768, 65 to 8,320 tokens, forward and backward, two cores of an AMD
+# Zen 4, torch 2.15. Without gradients, too, the convolution is the faster of the two there: a whole model takes 0.93
+# to 1.02 of the time that it takes with the product.
 MULTIPLICATIONS_FOR_ONEDNN = {torch.float32: (2**24, 2**26), torch.bfloat16: (0, 2**28)}
-# And with gradients, tokens of all images together: with fewer, wide layers took up to 1.25 times the time.
-TOKENS_FOR_ONEDNN = 1536
+# And for the convolution, tokens of all images together: with fewer, wide layers took up to 1.25 times the time.
+TOKENS_FOR_CONVOLUTION = 1536
 
 
 @functools.cache
@@ -359,16 +361,16 @@ class ViTScratchLinear(nn.Linear):
             return super().forward(x)
 
         multiplications = x.numel() * self.out_features
-        without_gradients, with_gradients = MULTIPLICATIONS_FOR_ONEDNN.get(dtype, (math.inf, math.inf))
-        if multiplications >= without_gradients and onednn_is_faster() and self.is_plain(x):
-            if x.dtype == self.weight.dtype and only_result_is_wanted():
-                # The compiler's own call of oneDNN. No gradient is defined for it.
-                return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            if multiplications >= with_gradients and x.ndim == 3 and len(x) * x.shape[1] >= TOKENS_FOR_ONEDNN:
+        for_product, for_convolution = MULTIPLICATIONS_FOR_ONEDNN.get(dtype, (math.inf, math.inf))
+        if multiplications >= for_product and onednn_is_faster() and self.is_plain(x):
+            if multiplications >= for_convolution and x.ndim == 3 and len(x) * x.shape[1] >= TOKENS_FOR_CONVOLUTION:
                 # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and
                 # N wide, one pixel at a time.
                 image = x.transpose(1, 2).unsqueeze(2)  # (B, in_features, 1, N)
                 return F.conv2d(image, self.weight[:, :, None, None], self.bias).squeeze(2).transpose(1, 2)
+            if x.dtype == self.weight.dtype and only_result_is_wanted():
+                # The compiler's own call of oneDNN. No gradient is defined for it.
+                return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return super().forward(x)
 
     def is_plain(self, x: Tensor) -> bool:
