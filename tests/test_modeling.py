@@ -109,6 +109,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 def test_linear_layer_through_onednn_equals_the_product(calls, monkeypatch, called, with_gradients, dtype, bias):
+    if dtype == torch.bfloat16 and called != "conv2d" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("without AVX-512 oneDNN has no product in bfloat16, and is never chosen for it")
     monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 6 if called == "conv2d" else 7)
     layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
     x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
