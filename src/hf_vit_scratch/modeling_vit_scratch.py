@@ -329,6 +329,11 @@ def onednn_is_faster() -> bool:
     return torch.backends.mkldnn.is_available() and is_amd and bool(capabilities.get("avx512_bf16"))
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which a linear layer multiplies `x`, a tensor on a CPU."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+
+
 def only_result_is_wanted() -> bool:
     """Whether no gradient, cast or count of what happens is asked for."""
     return not (
@@ -338,6 +343,11 @@ def only_result_is_wanted() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def are_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN can have these factors: none is distributed, quantized or sparse."""
+    return type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided
 
 
 class ViTScratchLinear(nn.Linear):
@@ -351,32 +361,31 @@ class ViTScratchLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cpu or torch.jit.is_tracing():
-            return super().forward(x)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        # What costs least is asked first: to ask everything 72 times took 2% of the time of a single small image.
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling() and dtype == torch.bfloat16 and self.bias is not None:
+            bias_apart = torch.compiler.is_dynamo_compiling() and x.is_cpu and product_dtype(x) == torch.bfloat16
+            if bias_apart and self.bias is not None:
                 product = F.linear(x, self.weight)
                 return product + self.bias.to(product.dtype)
-            return super().forward(x)
+        elif x.is_cpu and onednn_is_faster() and not torch.jit.is_tracing():
+            return self.forward_by_onednn(x)
+        return F.linear(x, self.weight, self.bias)
 
+    def forward_by_onednn(self, x: Tensor) -> Tensor:
+        """The same, by oneDNN where it can be called and is the faster library for so much work."""
+        weight, bias = self.weight, self.bias
         multiplications = x.numel() * self.out_features
-        for_product, for_convolution = MULTIPLICATIONS_FOR_ONEDNN.get(dtype, (math.inf, math.inf))
-        if multiplications >= for_product and onednn_is_faster() and self.is_plain(x):
+        for_product, for_convolution = MULTIPLICATIONS_FOR_ONEDNN.get(product_dtype(x), (math.inf, math.inf))
+        if multiplications >= for_product and are_plain(x, weight) and torch.backends.mkldnn.enabled:
             if multiplications >= for_convolution and x.ndim == 3 and len(x) * x.shape[1] >= TOKENS_FOR_CONVOLUTION:
                 # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and
                 # N wide, one pixel at a time.
                 image = x.transpose(1, 2).unsqueeze(2)  # (B, in_features, 1, N)
-                return F.conv2d(image, self.weight[:, :, None, None], self.bias).squeeze(2).transpose(1, 2)
-            if x.dtype == self.weight.dtype and only_result_is_wanted():
+                return F.conv2d(image, weight[:, :, None, None], bias).squeeze(2).transpose(1, 2)
+            if x.dtype == weight.dtype and only_result_is_wanted():
                 # The compiler's own call of oneDNN. No gradient is defined for it.
-                return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return super().forward(x)
-
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether oneDNN can have the factors (not distributed, quantized or sparse), and is not switched off."""
-        are_tensors = type(x) is Tensor and type(self.weight) in (nn.Parameter, Tensor)
-        return bool(are_tensors and self.weight.layout == torch.strided and torch.backends.mkldnn.enabled)
+                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return F.linear(x, weight, bias)
 
 
 class ViTScratchAttention(nn.Module):
@@ -388,6 +397,7 @@ class ViTScratchAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads  # the config guarantees no remainder
         self.dropout_prob = config.attention_probs_dropout_prob
         self.is_causal = config.is_causal  # read by the sdpa and flash backends, which take a missing one for True
+        self.num_key_value_groups = 1  # likewise; to look for a missing one takes Python longer
         self.q_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -404,10 +414,10 @@ class ViTScratchAttention(nn.Module):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))  # (B, N, H, K)
-        key = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
-        value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (B, H, N, K)
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)  # (B, N, H, K)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # (B, H, N, K)
+        key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
 
