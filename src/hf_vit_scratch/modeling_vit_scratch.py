@@ -806,7 +806,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             config = copy.copy(config)
             config._attn_implementation = "eager"
         if config.is_causal:
-            return create_causal_mask(config, hidden_states, attention_mask, past_key_values=None)
+            return create_causal_mask(config, hidden_states, attention_mask, None)  # no cache; its name has changed
         return create_bidirectional_mask(config, hidden_states, attention_mask)
 
     def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
