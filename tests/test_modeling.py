@@ -221,6 +221,15 @@ def test_onednn_that_is_switched_off_or_cannot_do_it_is_not_called(calls, monkey
     assert not calls
 
 
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
+def test_onednn_is_not_called_where_it_was_not_measured_to_be_faster(calls, monkeypatch, with_gradients):
+    monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: False)
+    with torch.set_grad_enabled(with_gradients):
+        ViTScratchLinear(8, 16)(torch.randn(2, 3, 8))
+
+    assert not calls
+
+
 def test_linear_layer_of_another_dtype_raises_what_torch_raises(calls):
     ours, theirs = (layer.bfloat16() for layer in linear_pair())
     with torch.no_grad():
