@@ -65,9 +65,10 @@ def cpu(monkeypatch):
     return pretend
 
 
-def chosen(given=(), mixed_precision="no", **fields):
+def chosen(given=(), mixed_precision="no", muon=False, **fields):
     """The precision, the attention, and what was said of them."""
-    args = SimpleNamespace(device=torch.device("cpu"), bf16=False, mixed_precision=mixed_precision)
+    bf16 = mixed_precision == "bf16"
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon)
     config = ViTScratchConfig(**TINY | {"hidden_size": 128, "num_attention_heads": 4} | fields)
     lines = machine.choose(args, config, set(given))
     return args.bf16, args.mixed_precision, config._attn_implementation, " ".join(lines)
@@ -97,6 +98,20 @@ def test_precision_that_the_user_chose_stays(flag, cpu):
 def test_precision_that_accelerate_was_told_stays(cpu):
     cpu(avx512_bf16=True)
     assert chosen(mixed_precision="fp16")[:2] == (False, "fp16")
+
+
+@pytest.mark.parametrize(("instructions", "is_said"), [(True, False), (False, True)])
+def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instructions, is_said, cpu):
+    cpu(avx512_bf16=instructions)
+    bf16, mixed_precision, _, said = chosen(given=["bf16"], mixed_precision="bf16")
+    assert (bf16, mixed_precision) == (True, "bf16")
+    assert ("no instructions for it: --bf16 false is faster" in said) == is_said
+
+
+@pytest.mark.parametrize(("instructions", "muon", "is_said"), [(False, True, True), (True, True, False), (False,) * 3])
+def test_precision_of_muon_is_said_where_it_is_not_its_usual_one(instructions, muon, is_said, cpu):
+    cpu(avx512_bf16=instructions)
+    assert ("Muon in float32" in chosen(muon=muon)[-1]) == is_said
 
 
 def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):

@@ -100,7 +100,7 @@ def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
     """Set the precision, the attention and the threads that suit the machine.
 
     Args:
-        training_args: Transformers' `TrainingArguments`; changed in place.
+        training_args: `ViTTrainingArguments`; changed in place.
         config: A `ViTScratchConfig`; changed in place.
         given: Names of the flags that the user has given, which stay.
 
@@ -112,6 +112,11 @@ def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
     if not {"bf16", "fp16"} & given and training_args.mixed_precision == "no" and bf16_is_fast(device):
         training_args.bf16, training_args.mixed_precision = True, "bf16"
         choices.append(f"bf16 true: this {device} multiplies matrices faster in bfloat16")
+    if not bf16_is_fast(device):
+        if training_args.mixed_precision == "bf16":
+            choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
+        if training_args.muon:
+            choices.append(f"Muon in float32: this {device} has no instructions for bf16")
     tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
     attention = choose_attention(device, tokens, training_args.bf16)
     if "attn_implementation" not in given and attention != DEFAULT_ATTENTION:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, get_scheduler
 
 from .errors import UserError
+from .machine import bf16_is_fast
 
 RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
 
@@ -76,23 +77,22 @@ def parameter_groups(
 
 
 def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Bring the singular values of each matrix near 1, by Newton and Schulz's iteration in bfloat16.
+    """Bring the singular values of each matrix near 1, by Newton and Schulz's iteration.
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
 
     Args:
-        matrices: (n, rows, cols).
+        matrices: (n, rows, cols), in the precision of the iteration.
         coefficients: a, b and c.
         steps: Of the iteration.
         eps: Least norm by which a matrix is divided at first.
 
     Returns:
-        (n, rows, cols), bfloat16.
+        (n, rows, cols).
     """
     a, b, c = coefficients
-    x = matrices.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # the smaller products
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices  # the smaller products
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
@@ -106,6 +106,10 @@ class BatchedMuon(torch.optim.Muon):
     The mathematics and the state are the same. A layer of a small model has six small matrices, and one after another
     their steps took a seventh of the time of a training step on two CPU cores; a GPU would start thousands of kernels.
     Matrices that are spread over devices (FSDP) go one by one, as in torch.
+
+    torch multiplies in bfloat16 everywhere. Here it is float32 where that is the faster: on a CPU without instructions
+    for bfloat16 the products of a step of four layers, 128 wide, took 0.9 seconds instead of 0.03, and the rest of
+    that step, with 128 images of 24x24, 0.2 (two cores of an AMD Zen 3, torch 2.14).
     """
 
     @torch.no_grad()
@@ -131,7 +135,8 @@ class BatchedMuon(torch.optim.Muon):
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
-        updates = orthogonalise(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        dtype = torch.bfloat16 if bf16_is_fast(updates.device.type) else torch.float32
+        updates = orthogonalise(updates.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
         torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)
