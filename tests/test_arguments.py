@@ -1,4 +1,5 @@
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -30,6 +31,12 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(parse):
     (*_, training), _ = parse("weight_decay: 0.3\nwarmup_steps: 7", "--weight_decay", "0.1", "--output_dir", "x")
 
     assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.1, 7, "cosine")
+
+
+def test_recipe_for_a_cpu_leaves_precision_and_attention_to_the_machine():
+    path = Path(__file__).parents[1] / "recipes" / "cifar10_cpu.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    assert not {"bf16", "fp16", "attn_implementation"} & set(recipe)  # products in bf16: 28 times slower on a Zen 3
 
 
 def test_secret_is_not_taken_as_a_flag(parse):
