@@ -108,7 +108,7 @@ def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instruction
     assert ("no instructions for it: --bf16 false is faster" in said) == is_said
 
 
-@pytest.mark.parametrize(("instructions", "muon", "is_said"), [(False, True, True), (True, True, False), (False,) * 3])
+@pytest.mark.parametrize(("instructions", "muon", "is_said"), [(0, 1, 1), (1, 1, 0), (0, 0, 0)])
 def test_precision_of_muon_is_said_where_it_is_not_its_usual_one(instructions, muon, is_said, cpu):
     cpu(avx512_bf16=instructions)
     assert ("Muon in float32" in chosen(muon=muon)[-1]) == is_said

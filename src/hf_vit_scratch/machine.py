@@ -116,7 +116,7 @@ def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
         if training_args.mixed_precision == "bf16":
             choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
         if training_args.muon:
-            choices.append(f"Muon in float32: this {device} has no instructions for bf16")
+            choices.append(f"Muon in float32, whatever the flags: this {device} has no instructions for bf16")
     tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
     attention = choose_attention(device, tokens, training_args.bf16)
     if "attn_implementation" not in given and attention != DEFAULT_ATTENTION:
