@@ -33,6 +33,7 @@ from torch import nn
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data import load_splits
+from hf_vit_scratch.machine import bf16_is_fast, choose_attention, choose_muon_dtype
 from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.optimization import MuonWithAdamW, parameter_groups
 
@@ -42,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: E402  # it lies beside the package, not in it
 
 RECIPE = yaml.safe_load((ROOT / "recipes" / "cifar10_cpu.yaml").read_text(encoding="utf-8"))
+BF16 = bf16_is_fast("cpu")  # as `train.py` chooses
 BATCH, SIZES = RECIPE["per_device_train_batch_size"], (RECIPE["initial_image_size"], RECIPE["image_size"])
 
 
@@ -109,20 +111,21 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
     """The model that `train.py` makes of the recipe and these fields, of which the others do not change a step."""
     chosen = {name: value for name, value in (RECIPE | fields).items() if hasattr(ViTScratchConfig, name)}
     config = ViTScratchConfig(**chosen | {"num_labels": 10})
-    config._attn_implementation = RECIPE["attn_implementation"]
+    tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
+    config._attn_implementation = choose_attention("cpu", tokens, BF16)
     return train.ViTScratchForImageClassification(config)
 
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
     """A function that takes one step on random images of a size and returns its seconds."""
     groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
-    optimizer = MuonWithAdamW(groups, lr=1e-3, fused=True)
+    optimizer = MuonWithAdamW(groups, muon_dtype=getattr(torch, choose_muon_dtype("cpu")), lr=1e-3, fused=True)
 
     def step(size: int) -> float:
         images = torch.randn(BATCH, 3, size, size)
         labels = torch.zeros(BATCH, dtype=torch.long)
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
             loss = model(images, labels=labels).loss
         loss.backward()
         optimizer.step()

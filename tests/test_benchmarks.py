@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import data_path  # noqa: E402
+import equal_time  # noqa: E402
 import peers  # noqa: E402
 import scaling  # noqa: E402
 import training_loop  # noqa: E402
@@ -104,6 +105,17 @@ def test_parts_of_the_data_path_run(monkeypatch):
     parts = dict(data_path.parts(torch.device("cpu"), workers=[0]))
     assert len(parts) == 8
     assert all(measure() > 0 for measure in parts.values())
+
+
+def test_costs_at_equal_time_are_beside_the_first_choice(monkeypatch):
+    monkeypatch.setattr(equal_time, "BATCH", 2)
+    choices = {"first": {}, "second": {"num_hidden_layers": 1}}
+    steppers = {name: equal_time.stepper(equal_time.build(fields)) for name, fields in choices.items()}
+
+    costs = equal_time.relative_costs(steppers, first=0.5, rounds=3)
+
+    assert costs["first"] == 1
+    assert costs["second"] > 0
 
 
 def test_two_processes_train():

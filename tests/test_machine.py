@@ -65,10 +65,12 @@ def cpu(monkeypatch):
     return pretend
 
 
-def chosen(given=(), mixed_precision="no", muon=False, **fields):
+def chosen(given=(), mixed_precision="no", muon=False, muon_dtype=None, **fields):
     """The precision, the attention, and what was said of them."""
     bf16 = mixed_precision == "bf16"
-    args = SimpleNamespace(device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon)
+    args = SimpleNamespace(
+        device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon, muon_dtype=muon_dtype
+    )
     config = ViTScratchConfig(**TINY | {"hidden_size": 128, "num_attention_heads": 4} | fields)
     lines = machine.choose(args, config, set(given))
     return args.bf16, args.mixed_precision, config._attn_implementation, " ".join(lines)
@@ -111,7 +113,8 @@ def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instruction
 @pytest.mark.parametrize(("instructions", "muon", "is_said"), [(0, 1, 1), (1, 1, 0), (0, 0, 0)])
 def test_precision_of_muon_is_said_where_it_is_not_its_usual_one(instructions, muon, is_said, cpu):
     cpu(avx512_bf16=instructions)
-    assert ("Muon in float32" in chosen(muon=muon)[-1]) == is_said
+    assert ("muon_dtype float32" in chosen(muon=muon)[-1]) == is_said
+    assert "muon_dtype" not in chosen(muon=muon, muon_dtype="float32")[-1]
 
 
 def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):

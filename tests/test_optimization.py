@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import get_scheduler
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, optimization
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.optimization import (
     BatchedMuon,
@@ -101,9 +101,8 @@ def test_update_of_a_hidden_matrix_is_nearly_orthogonal_and_of_the_size_of_adamw
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (6, 8)])
-def test_muon_multiplies_in_float32_where_bfloat16_is_slow(shape, monkeypatch):
-    # Where it is fast, the next test holds: the same bits as torch's, which multiplies in bfloat16 everywhere.
-    monkeypatch.setattr(optimization, "bf16_is_fast", lambda device: False)
+def test_muon_multiplies_in_float32_where_asked(shape):
+    # By default the next test holds: the same bits as torch's, which multiplies in bfloat16 everywhere.
     weight = nn.Parameter(torch.zeros(shape))
     weight.grad = torch.randn(shape)
     expected = weight.grad.double() / weight.grad.norm()  # the momentum of a first step is only a factor
@@ -111,13 +110,14 @@ def test_muon_multiplies_in_float32_where_bfloat16_is_slow(shape, monkeypatch):
         gram = expected @ expected.T
         expected = 3.4445 * expected + (-4.775 * gram + 2.0315 * gram @ gram) @ expected
 
-    BatchedMuon([weight], lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    BatchedMuon(
+        [weight], torch.float32, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    ).step()
 
     torch.testing.assert_close(weight.double(), -0.2 * 8**0.5 * expected, rtol=0, atol=1e-5)
 
 
-def test_the_two_parts_step_as_the_two_optimizers_alone(monkeypatch):
-    monkeypatch.setattr(optimization, "bf16_is_fast", lambda device: True)
+def test_the_two_parts_step_as_the_two_optimizers_alone():
     model, twin = (with_gradients(tiny_model()) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     options = {"betas": (0.9, 0.95), "eps": 1e-8}

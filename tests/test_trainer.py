@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback, ViTImageProcessor
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, machine, optimization
 from hf_vit_scratch.arguments import ViTTrainingArguments
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_digits
@@ -388,6 +388,27 @@ def test_batch_size_that_fits_is_found(tmp_path, monkeypatch):
 def test_muon_with_another_optimizer_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"muon goes together with AdamW only, got optim sgd\."):
         make_trainer(tmp_path, muon=True, optim="sgd").train()
+
+
+@pytest.mark.parametrize(
+    ("fast", "asked", "expected"),
+    [(True, None, torch.bfloat16), (False, None, torch.float32), (False, "bfloat16", torch.bfloat16),
+     (True, "float32", torch.float32)],
+)  # fmt: skip
+def test_muon_multiplies_as_asked_or_as_is_fastest(fast, asked, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "bf16_is_fast", lambda device: fast)
+    dtypes = set()
+    orthogonalise = optimization.orthogonalise
+    monkeypatch.setattr(optimization, "orthogonalise", lambda x, *args: dtypes.add(x.dtype) or orthogonalise(x, *args))
+
+    make_trainer(tmp_path, muon=True, muon_dtype=asked, max_steps=1).train()
+
+    assert dtypes == {expected}
+
+
+def test_unknown_precision_of_muon_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"muon_dtype must be one of bfloat16, float32; got 'fp16'\."):
+        make_trainer(tmp_path, muon_dtype="fp16")
 
 
 @pytest.mark.parametrize("arguments", [{"ema_decay": 1.5}, {"layer_decay": 0.0}, {"max_train_minutes": -1.0}], ids=str)

@@ -23,6 +23,7 @@ from .errors import UserError, blame_the_user
 
 logger = logging.getLogger(__name__)
 
+MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")
 
 
@@ -175,6 +176,9 @@ class ViTTrainingArguments(TrainingArguments):
     )
     muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
+    muon_dtype: str | None = _flag(
+        None, f"Precision of Muon's products, {' or '.join(MUON_DTYPES)}; what is faster on the machine."
+    )
     layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")
     ema_decay: float | None = _flag(
         None, "Decay per step of a moving average of the weights, which is then the model."
@@ -191,6 +195,8 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
+        if self.muon_dtype not in (None, *MUON_DTYPES):
+            raise UserError(f"muon_dtype must be one of {', '.join(MUON_DTYPES)}; got {self.muon_dtype!r}.")
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss

