@@ -19,7 +19,7 @@ from hf_vit_scratch.errors import UserError
 
 
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
-    argv = [*SMALL, "--max_steps", "200", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
+    argv = [*SMALL, "--max_steps", "60", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
             "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",
             "--output_dir", str(tmp_path / "run")]  # fmt: skip
     command = [sys.executable, ROOT / "train.py", *argv]
@@ -38,9 +38,9 @@ def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     assert "Traceback" not in output
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
-    assert 0 < step < 200
+    assert 0 < step < 60
     resumed = train.main([*argv, "--resume_from_checkpoint", "true"])
-    assert resumed["epoch"] == pytest.approx(200 / 11)
+    assert resumed["epoch"] == pytest.approx(60 / 11)
 
 
 def test_half_written_checkpoint_has_no_name(tmp_path, monkeypatch):
