@@ -7,7 +7,7 @@ from helpers import TINY, assert_equal, randomise_
 from PIL import Image
 from sklearn.decomposition import PCA
 from torch.nn import functional as F
-from transformers import ViTImageProcessor
+from transformers import ViTImageProcessor, pipeline
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel, attention_maps
 from hf_vit_scratch.attention_maps import (
@@ -87,8 +87,9 @@ def test_rollout_takes_the_mean_of_the_heads():
     assert_equal(rollout(attentions), rollout(attentions.mean(2, keepdim=True)))
 
 
-def test_class_attention_is_that_of_the_paper_written_with_hooks(pixels):
-    model = classifier().eval()
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_class_attention_is_that_of_the_paper_written_with_hooks(pooling, pixels):
+    model = classifier(pooling=pooling, use_cls_token=True).eval()
     model.set_attn_implementation("eager")
     kept, expected = [], []
 
@@ -104,7 +105,8 @@ def test_class_attention_is_that_of_the_paper_written_with_hooks(pixels):
         for probs in kept:
             weighted = (probs.grad[0] * probs[0].detach()).numpy()
             relevance = relevance + np.maximum(weighted, 0).mean(0) @ relevance
-        expected.append(torch.from_numpy(relevance[0, 1:].reshape(4, 3)))
+        taken = relevance[0, 1:] if pooling == "cls" else (relevance - np.eye(13))[1:, 1:].mean(0)
+        expected.append(torch.from_numpy(taken.reshape(4, 3)))
     for hook in hooks:
         hook.remove()
     assert_equal(class_attention(model, pixels, [3, 3]), torch.stack(expected))
@@ -175,6 +177,11 @@ def test_what_a_patch_takes_is_its_row_and_what_the_image_takes_is_that_of_its_v
     torch.testing.assert_close(over_patches(weights[:, 1:, 1:], (2, 3), (1, 0))[0, 0, 2], weights[0, 4, 3])
 
 
+def test_what_the_image_takes_where_a_class_token_is_not_read_is_the_mean_of_the_patches():
+    weights = torch.rand(2, 7, 7)
+    torch.testing.assert_close(over_patches(weights, (3, 2), pooling="mean")[0, 1, 0], weights[0, 1:, 3].mean())
+
+
 @pytest.mark.parametrize("patch", [(3, 0), (0, 2), (-1, 0)])
 def test_a_patch_outside_of_the_grid_is_refused(patch):
     with pytest.raises(ValueError, match="grid of 3 rows and 2 columns"):
@@ -235,6 +242,24 @@ def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
     assert printed == [str(output / f"{name}.png") for name in names]
     for path in printed:
         assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"problem_type": "multi_label_classification"}, {"num_labels": 1}, {"problem_type": "regression"}],
+    ids=str,
+)
+def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
+    config = ViTScratchConfig(**TINY | fields)
+    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
+    image = photographs[0]
+
+    titles = [axes.get_title() for axes in attention_maps.draw_all(pipe, image)["class_attention"].axes]
+
+    kind = "{label}: {score:.4g}" if fields.get("problem_type") == "regression" else "{label}: {score:.0%}"
+    assert [title for title in titles if ":" in title] == [kind.format(**best) for best in pipe(image, top_k=2)]
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

@@ -65,6 +65,7 @@ def random_seen(num_prefix_tokens=1):
         picture=np.random.randint(256, size=(16, 24, 3), dtype=np.uint8),
         predictions=[{"label": "dog", "score": 0.75}, {"label": LABELS[2], "score": 0.25}],
         grid=(ROWS, COLS),
+        pooling="cls" if num_prefix_tokens else "mean",
         attentions=(torch.randint(1, 256, (2, 3, num_tokens, num_tokens)) / 256).half(),
         rollout=torch.rand(ROWS, COLS),
         class_attention=7 * torch.rand(ROWS, COLS),

@@ -123,17 +123,21 @@ def class_attention(
     for probs, gradient in zip(outputs.attentions, gradients, strict=True):
         weighted = (probs.detach().to(dtype) * gradient.to(dtype)).clamp(min=0).mean(dim=1)
         relevance = relevance + weighted @ relevance
-    return over_patches(relevance - identity, _embeddings(model).patch_embeddings.grid_size(pixel_values))
+    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
+    return over_patches(relevance - identity, grid, pooling=model.config.pooling)
 
 
-def over_patches(weights: Tensor, grid: tuple[int, int], patch: tuple[int, int] | None = None) -> Tensor:
+def over_patches(
+    weights: Tensor, grid: tuple[int, int], patch: tuple[int, int] | None = None, *, pooling: str | None = None
+) -> Tensor:
     """What one token, or the vector of the whole image, takes from each patch.
 
     Args:
         weights: (..., N, N), of `attention` or `rollout`.
         grid: rows and cols.
-        patch: Row and column of the patch that takes, from 0; `None` for the vector that a classifier reads: the class
-            token, or the mean of the patches where there is none.
+        patch: Row and column of the patch that takes, from 0; `None` for the vector that a classifier reads.
+        pooling: What that vector is, `config.pooling`: cls or mean, of the patches. `None` for the class token where
+            there is one; but a model can have one and read the mean.
 
     Returns:
         (..., rows, cols). What is taken from the class token is not in it.
@@ -146,7 +150,8 @@ def over_patches(weights: Tensor, grid: tuple[int, int], patch: tuple[int, int] 
     if num_prefix_tokens < 0:
         raise ValueError(f"a grid of {rows} x {cols} patches has more than the {weights.shape[-1]} tokens there are.")
     if patch is None:
-        row = weights[..., 0, :] if num_prefix_tokens else weights.mean(dim=-2)
+        of_class_token = num_prefix_tokens > 0 and pooling != "mean"
+        row = weights[..., 0, :] if of_class_token else weights[..., num_prefix_tokens:, :].mean(dim=-2)
     elif 0 <= patch[0] < rows and 0 <= patch[1] < cols:
         row = weights[..., num_prefix_tokens + patch[0] * cols + patch[1], :]
     else:
@@ -326,16 +331,20 @@ def draw_all(classifier: Any, image: Any) -> dict[str, "Figure"]:
     seen = image_of(pixel_values[0], image_processor)
     maps = attention(model, pixel_values)
     with torch.no_grad():
-        probabilities = model(pixel_values).logits[0].float().softmax(dim=-1)
-    labels, (scores, ids) = cast(dict[int, str], model.config.id2label), probabilities.topk(min(2, len(probabilities)))
-    reader = "the class token" if model.config.num_prefix_tokens else "the mean of the patches"
+        logits = model(pixel_values).logits
+    pooling, number = model.config.pooling, min(2, logits.shape[-1])
+    reader = "the class token" if pooling == "cls" else "the mean of the patches"
+    best = classifier.postprocess({"logits": logits}, top_k=number)  # in the order of the logits
+    kind = "{:.4g}" if model.config.problem_type == "regression" else "{:.0%}"
     for_classes = {
-        f"{labels[id]}: {100 * score:.0f}%": class_attention(model, pixel_values, [id])[0]
-        for score, id in zip(scores.tolist(), ids.tolist(), strict=True)
+        f"{prediction['label']}: {kind.format(prediction['score'])}": class_attention(model, pixel_values, [id])[0]
+        for prediction, id in zip(best, logits[0].topk(number).indices.tolist(), strict=True)
     }
     return {
-        "attention": draw_heads(over_patches(maps, grid)[0], f"Attention: what {reader} takes from each patch"),
-        "rollout": draw_over_image(seen, {"attention rollout": over_patches(rollout(maps), grid)[0]}),
+        "attention": draw_heads(
+            over_patches(maps, grid, pooling=pooling)[0], f"Attention: what {reader} takes from each patch"
+        ),
+        "rollout": draw_over_image(seen, {"attention rollout": over_patches(rollout(maps), grid, pooling=pooling)[0]}),
         "class_attention": draw_over_image(seen, for_classes),
         "position_similarity": draw_position_similarity(position_similarity(model)),
         "patch_filters": draw_filters(patch_filters(model)),

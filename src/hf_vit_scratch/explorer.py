@@ -77,6 +77,7 @@ class Seen:
     picture: NDArray[np.uint8]  # (height, width, 3), as the model gets it
     predictions: list[dict[str, Any]]  # `label` and `score`, best first
     grid: tuple[int, int]
+    pooling: str  # of the model: which vector the classifier reads
     attentions: Tensor  # (L, H, N, N), float16
     rollout: Tensor  # (rows, cols)
     class_attention: Tensor  # (rows, cols)
@@ -146,8 +147,9 @@ class Explorer:
                 picture=np.broadcast_to(pixels, (*pixels.shape[:2], 3)),  # grey has one channel
                 predictions=self.classifier.postprocess({"logits": logits}, top_k=TOP_K),
                 grid=grid,
+                pooling=model.config.pooling,
                 attentions=attentions[0].half().cpu(),
-                rollout=over_patches(rollout(attentions)[0], grid).cpu(),
+                rollout=over_patches(rollout(attentions)[0], grid, pooling=model.config.pooling).cpu(),
                 class_attention=class_attention(model, pixel_values)[0].cpu(),
             )
 
@@ -204,7 +206,7 @@ def map_of(seen: Seen, choice: Choice) -> Tensor:
     if choice.view == "class":
         return seen.class_attention
     patch = (choice.row - 1, choice.col - 1) if choice.view == "patch" else None
-    return over_patches(weights_of(seen, choice), seen.grid, patch)
+    return over_patches(weights_of(seen, choice), seen.grid, patch, pooling=seen.pooling)
 
 
 # The pictures have one pixel for each number and are enlarged by the browser: small to send, sharp at any size.
