@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,16 @@ def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **argu
     )
 
 
+class StopAt(TrainerCallback):
+    """Ends a run early, with the schedule of a longer one."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
 class EarlierIsBetter(TrainerCallback):
     """Adds a metric by which the first model is the best, whatever the numbers do on a machine."""
 
@@ -127,6 +138,97 @@ def test_resumed_run_ends_as_the_uninterrupted_one(norm_first, tmp_path):
         resumed.optimizer.state_dict()["state"].values(), whole.optimizer.state_dict()["state"].values(), strict=True
     ):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", [None, "checkpoint-3"])
+def test_run_is_resumed_whole_from_true_or_a_path(name, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "ema_decay": 0.9}
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    half = make_trainer(tmp_path / "half", **options)
+    half.add_callback(StopAt(3))
+    half.train()
+    resumed = make_trainer(tmp_path / "half", **options)
+
+    resumed.train(resume_from_checkpoint=True if name is None else tmp_path / "half" / name)
+
+    expected, actual = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert resumed._seconds_before > 0
+
+
+def test_checkpoint_of_the_model_alone_cannot_be_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    make_trainer(tmp_path, **options).train()
+    with pytest.raises(UserError, match=r"checkpoint-6 holds the model alone, .* can start from it: --model"):
+        make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+
+
+def test_last_weights_are_evaluated_and_saved_when_the_time_is_over(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=0.01, eval_strategy="steps",
+                           eval_steps=50_000, save_strategy="steps", save_steps=50_000)  # fmt: skip
+    trainer.train()
+    step = trainer.state.global_step
+    assert step < 50_000
+    assert [logs["step"] for logs in trainer.state.log_history if "eval_loss" in logs] == [step]
+    assert (tmp_path / "last").resolve().name == f"checkpoint-{step}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"num_train_epochs": 10, "max_steps": -1}, [16, 4]),
+        ({"max_steps": 20}, [16, 4]),
+        ({"max_steps": 20, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, [16, 4]),
+        ({"max_steps": 20, "dataloader_drop_last": True}, [16, 4]),
+    ],
+    ids=str,
+)
+def test_stages_of_training_follow_the_steps(arguments, expected, tmp_path):
+    # 24 images in batches of 16: a pass takes two steps, of which the second is smaller, or is dropped.
+    trainer = make_trainer(tmp_path, mixed=True, **{"per_device_train_batch_size": 16} | arguments)
+    trainer.stage = lambda progress: int(progress >= 0.8)
+    sampler = trainer._get_train_sampler()
+    stages = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        of_images = [sample.stage for sample in sampler]
+        stages += of_images[: 16 if "dataloader_drop_last" in arguments else None : 16]
+    assert [stages[:20].count(stage) for stage in (0, 1)] == expected
+
+
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("minutes", [None, 60.0])
+def test_least_rate_of_a_schedule_is_a_rate(minutes, muon, tmp_path):
+    trainer = make_trainer(
+        tmp_path, muon=muon, max_train_minutes=minutes, lr_scheduler_type="cosine_with_min_lr", learning_rate=1e-2,
+        lr_scheduler_kwargs={"min_lr": 1e-3},
+    )  # fmt: skip
+    trainer.train()
+    passed = 1 if minutes is None else 5 / 6  # the clock is read after the rate is set
+    expected = 1e-3 + 9e-3 * (1 + math.cos(math.pi * passed)) / 2
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_schedule_that_follows_a_metric_does_not_follow_the_clock(tmp_path):
+    trainer = make_trainer(tmp_path, max_train_minutes=1.0, lr_scheduler_type="reduce_lr_on_plateau",
+                           eval_strategy="epoch")  # fmt: skip
+    with pytest.raises(UserError, match=r"reduce_lr_on_plateau follows a metric, not max_train_minutes\."):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"),
+    [("accuracy", None, "max"), ("loss", None, "min"), ("loss", {"mode": "max", "patience": 3}, "max")],
+)
+def test_rate_falls_when_the_metric_gets_no_better(metric, given, mode, tmp_path):
+    args = ViTTrainingArguments(
+        str(tmp_path),
+        lr_scheduler_type="reduce_lr_on_plateau",
+        metric_for_best_model=metric,
+        lr_scheduler_kwargs=given,
+    )
+    assert args.lr_scheduler_kwargs == {"mode": mode} | (given or {})
 
 
 @STYLES

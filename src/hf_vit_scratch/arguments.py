@@ -16,7 +16,7 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType
 
 from .configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
 from .errors import UserError, blame_the_user
@@ -210,6 +210,9 @@ class ViTTrainingArguments(TrainingArguments):
             self.use_cpu = True
             self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
+        if self.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:  # torch takes less for better
+            mode = "max" if self.greater_is_better else "min"
+            self.lr_scheduler_kwargs = {"mode": mode, **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, SchedulerType, get_scheduler
 
 from .errors import UserError
 
@@ -166,7 +166,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._muon = BatchedMuon(of_muon, muon_dtype, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(of_adamw, **adamw) if of_adamw else None
         rest = [] if self._adamw is None else self._adamw.param_groups
-        super().__init__([*rest, *self._muon.param_groups], {})
+        # Some schedules of transformers read the rate there.
+        super().__init__([*rest, *self._muon.param_groups], {"lr": adamw["lr"]} if "lr" in adamw else {})
         self._share()
 
     def _share(self) -> None:
@@ -209,10 +210,15 @@ def schedule_by_progress(
         progress: The share of training that is done, 0 to 1; asked at each step.
         warmup_fraction: The share that warms up.
         scheduler_kwargs: Of that schedule; numbers of steps in it count out of 10,000.
+
+    Raises:
+        UserError: The schedule follows a metric instead of the steps.
     """
-    blank = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    blank = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optimizer.defaults["lr"])
     stepwise = get_scheduler(
         name, blank, round(warmup_fraction * RESOLUTION), RESOLUTION, scheduler_specific_kwargs=scheduler_kwargs
     )
+    if not isinstance(stepwise, LambdaLR):
+        raise UserError(f"{SchedulerType(name).value} follows a metric, not max_train_minutes. Leave one of them out.")
     factor = stepwise.lr_lambdas[0]
     return LambdaLR(optimizer, lambda _: factor(min(round(progress() * RESOLUTION), RESOLUTION)))

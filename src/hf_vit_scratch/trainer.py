@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -19,9 +20,16 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME, TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    HubStrategy,
+    IntervalStrategy,
+    SaveStrategy,
+    get_last_checkpoint,
+    sort_checkpoints,
+)
 from transformers.training_args import OptimizerNames
 
 from .arguments import STAGING, ViTTrainingArguments
@@ -142,6 +150,14 @@ class ViTTrainer(Trainer):
         Raises:
             UserError: The loss is not finite, or a checkpoint does not fit.
         """
+        if resume_from_checkpoint is True:  # the stock Trainer looks for it later, and says if there is none
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else Path(resume_from_checkpoint)
+        if checkpoint is not None and checkpoint.is_dir() and not (checkpoint / SCHEDULER_NAME).is_file():
+            raise UserError(
+                f"{checkpoint} holds the model alone, as of --save_only_model. A run cannot be resumed from it; "
+                f"a new one can start from it: --model {checkpoint}."
+            )
         self._logged_time = None
         self._start_time = time.perf_counter()
         if keep_freed_memory():
@@ -155,10 +171,11 @@ class ViTTrainer(Trainer):
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
             self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
-        if isinstance(resume_from_checkpoint, str):
-            self._load_progress(Path(resume_from_checkpoint))
+        if checkpoint is not None:
+            resume_from_checkpoint = str(checkpoint)
+            self._load_progress(checkpoint)
             if isinstance(self.train_dataset, ImageClassificationStream) and not self.args.ignore_data_skip:
-                state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+                state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
                 self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
         with self._stopping_at_sigterm():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -229,11 +246,16 @@ class ViTTrainer(Trainer):
         if not isinstance(rows, ImageClassificationDataset):
             return super()._get_train_sampler(train_dataset)
         args = self.args
-        batch_size = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
-        epochs = args.max_steps * batch_size / len(rows) if args.max_steps > 0 else args.num_train_epochs
+        batch_size = max(1, self._train_batch_size * args.world_size)  # what is less, torch refuses
+        batches = len(rows) // batch_size if args.dataloader_drop_last else math.ceil(len(rows) / batch_size)
+        steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+        epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
         seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler = EpochSampler(
-            len(rows), seed, batch_size, lambda passed: self.stage(max(passed / epochs, self._progress))
+            len(rows),
+            seed,
+            batch_size * args.gradient_accumulation_steps,
+            lambda passed: self.stage(max(passed / epochs, self._progress)),
         )
         return self.sampler
 
@@ -294,7 +316,10 @@ class ViTTrainer(Trainer):
             if self.args.world_size > 1:
                 torch.distributed.broadcast(share, src=0)  # all must follow one clock
             self._progress = min(1.0, max(share.item(), self.state.global_step / self.state.max_steps))
-            control.should_training_stop |= self._progress >= 1
+            if self._progress >= 1:  # what the stock Trainer does at the last step
+                control.should_training_stop = True
+                control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
+                control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
         if self._all_agree_to_stop():
             self.stopped = control.should_save = control.should_training_stop = True
 
