@@ -50,20 +50,23 @@ from hf_vit_scratch import (
     machine,
 )
 from hf_vit_scratch.arguments import (
+    IMAGES_LINE,
     Arguments,
     ModelArguments,
     claimed,
     model_config,
     parse_recipe,
     refuse_labels,
+    refuse_other_images,
     resolve_checkpoint,
     stage_arguments,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.cards import MISTAKES, describe_machine
-from hf_vit_scratch.data import ImageClassificationDataset, decode_image, load_splits
+from hf_vit_scratch.data import ImageClassificationDataset, fingerprint, load_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
 from hf_vit_scratch.figures import plot_curves, plot_mistakes
+from hf_vit_scratch.image_files import decode_image
 from hf_vit_scratch.masking import MaskedImageDataset, plot_reconstructions
 from hf_vit_scratch.metrics import (
     METRIC_NAMES,
@@ -118,6 +121,9 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
             )
 
     given = set(yaml.safe_load(recipe))
+    if not data_args.streaming:
+        refuse_other_images(checkpoint, images := fingerprint(splits))
+        recipe += f"{IMAGES_LINE}{images}\n"
     if training_args.fit_to_images:
         choices = inspection.fit_to_images(args, splits["train"], given)
         logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(choices))
@@ -221,7 +227,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     trainer.log_metrics("test", outputs.metrics)
     metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
     if trainer.is_world_process_zero():
-        on_the_hub = data_args.data != "digits" and not Path(data_args.data).exists()
+        on_the_hub = data_args.data != "digits" and not Path(data_args.data).expanduser().exists()
         report = {**metrics, "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
         if isinstance(test_dataset, MaskedImageDataset):
             plot_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
@@ -270,7 +276,7 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[st
 def load_model(
     model_class: type[ViTScratchPreTrainedModel], path: str, config: ViTScratchConfig
 ) -> ViTScratchPreTrainedModel:
-    """A model with the encoder of a saved one; its head is new where the saved one is missing or another.
+    """A model with the encoder of a saved one; its head is new where the saved one is missing or of other classes.
 
     Raises:
         UserError: The saved model is not one for this configuration.
@@ -283,13 +289,16 @@ def load_model(
     wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
     heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
     wrong = {name for name in wrong if not name.startswith(heads)}
+    saved = ViTScratchConfig.from_pretrained(path)
     if wrong:
-        saved = ViTScratchConfig.from_pretrained(path)
         fields = [name for name in vars(ModelArguments()) if getattr(config, name, 0) != getattr(saved, name, 0)]
         changed = ", ".join(f"{name} {getattr(config, name)} (saved: {getattr(saved, name)})" for name in fields)
         raise UserError(
             f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
         )
+    if hasattr(model, "classifier") and saved.id2label != config.id2label:  # perhaps as many, but others
+        model.classifier = model_class(config).classifier
+        logger.info("The classes are not those of %s: the classifier begins anew.", path)
     return model
 
 

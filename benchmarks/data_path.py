@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch.augmentation import Augmentation, Mixing
-from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate, decode_image
+from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate
+from hf_vit_scratch.image_files import decode_image
 from hf_vit_scratch.machine import keep_freed_memory
 
 SECONDS = 3.0  # that each part is measured in a round

@@ -2,6 +2,7 @@ import io
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -22,11 +23,11 @@ from hf_vit_scratch.data import (
     ImageClassificationDataset,
     Sample,
     collate,
-    decode_image,
     load_digits,
     load_splits,
 )
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.image_files import decode_image, size_and_mode
 
 
 @pytest.fixture
@@ -368,6 +369,36 @@ def test_train_rows_without_labels_are_refused(tmp_path, photographs, label):
         load_splits(str(tmp_path))
 
 
+# Files
+
+
+def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, photographs, caplog):
+    hidden = class_folders / "temple" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    shutil.copy(class_folders / "temple" / "00.jpg", hidden / "00-checkpoint.jpg")
+    for name in ("a.heic", "b.HEIC", "notes.txt", "none", ".DS_Store"):
+        (class_folders / ("temple" if name == "notes.txt" else "flower") / name).touch()
+    photographs[0].resize((8, 8)).save(class_folders / "flower" / "d.avif", "PNG")
+
+    splits = load_splits(str(class_folders))
+
+    assert sum(map(len, splits.values())) == 25
+    assert (
+        "photos: files that are no images by their names are not used: 2 .heic, 1 .txt, 1 without a suffix"
+        in caplog.text
+    )
+
+
+def test_links_to_folders_are_followed_once_where_asked(class_folders, tmp_path):
+    (class_folders / "flower").rename(tmp_path / "elsewhere")
+    (class_folders / "flower").mkdir()
+    (class_folders / "flower" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(class_folders / "flower")
+    with pytest.raises(UserError, match=r"flower/more leads to .*elsewhere\. If that is meant, give --follow_links"):
+        load_splits(str(class_folders))
+    assert sum(map(len, load_splits(str(class_folders), follow_links=True).values())) == 24
+
+
 # Decoding
 
 
@@ -379,6 +410,29 @@ def test_every_mode_decodes_to_the_rgb_of_the_pipelines(mode, photographs):
 
     assert decoded.mode == "RGB"
     assert decoded.tobytes() == load_image(image).tobytes()
+
+
+@pytest.mark.parametrize(("mode", "highest"), [("I;16", 65535), ("I;16", 4095), ("I", 70_000), ("F", 1.0)])
+def test_grey_values_that_would_become_white_or_black_are_refused(mode, highest):
+    values = np.linspace(0, highest, 600).reshape(20, 30)
+    image = Image.fromarray(values.astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]))
+    assert image.mode == mode
+    with pytest.raises(UserError, match=rf"grey values go from 0 to {highest:g} instead of 255: save it with 8 bits"):
+        decode_image(encode(image, "TIFF"), "an image")
+
+
+def test_sixteen_bits_are_named_before_training(class_folders):
+    Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(class_folders / "temple" / "x-ray.png")
+    with pytest.raises(UserError, match=r"x-ray\.png cannot be decoded .*save it with 8 bits"):
+        load_splits(str(class_folders))
+
+
+def test_size_and_mode_are_those_of_the_upright_image(photographs):
+    image = photographs[0].resize((30, 20)).convert("L")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
+    assert size_and_mode(encode(image, "PNG", exif=exif), "an image") == ((20, 30), "L")
 
 
 def test_exif_rotation_is_undone(photographs):

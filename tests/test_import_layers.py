@@ -13,6 +13,7 @@ LAYERS = {
     "configuration_vit_scratch": 0,
     "reference": 0,
     "batch_transforms": 0,
+    "image_files": 1,
     "modeling_vit_scratch": 1,
     "data": 2,
     "augmentation": 1,

@@ -13,6 +13,7 @@ from test_train_script import ROOT, SMALL, train
 
 from hf_vit_scratch import inspection
 from hf_vit_scratch.arguments import ViTTrainingArguments, parse_recipe
+from hf_vit_scratch.data import load_splits
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +113,34 @@ def fitted(sizes, *flags):
     args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
     lines = inspection.fit_to_images(args, rows, set(yaml.safe_load(recipe)))
     return {name: value for part in args for name, value in vars(part).items()}, lines
+
+
+def test_broken_image_is_no_hindrance_to_the_choice(class_folders):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:-100])  # named when it is read
+    args, recipe = parse_recipe([str(YOUR_IMAGES)], YOUR_IMAGES)
+    lines = inspection.fit_to_images(args, load_splits(str(class_folders))["train"], set(yaml.safe_load(recipe)))
+    assert lines[0].startswith("image_size 64: half of the images are 64 pixels or less")
+
+
+@pytest.mark.parametrize(
+    ("flags", "augmented"),
+    [
+        ([], "300 passes"),
+        (["--num_train_epochs", "70"], "70 passes"),
+        (["--max_steps", "1000"], "267 passes"),
+        (["--num_train_epochs", "2"], None),
+        (["--max_steps", "10"], None),
+    ],
+)
+def test_augmentation_is_chosen_by_the_passes_that_are_made(flags, augmented):
+    chosen, lines = fitted([(32, 32)] * 60, *flags)  # in batches of 16
+    assert chosen["auto_augment"] == ("trivialaugment" if augmented else None)
+    assert (chosen["mixup_alpha"] > 0) == bool(augmented)
+    assert [line for line in lines if "trivialaugment" in line] == [
+        f"auto_augment trivialaugment: {augmented} over the same images"
+    ] * bool(augmented)
+    assert any("num_train_epochs" in line for line in lines) == (not flags)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

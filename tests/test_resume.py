@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,21 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
     ):
         train.main([*argv, *resume, "--learning_rate", "0.5", "--ema_decay", "0.9"])
     assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
+
+
+def test_resuming_with_other_images_is_refused(class_folders, tmp_path):
+    recipe = str(ROOT / "recipes" / "digits.yaml")
+    argv = [recipe, *SMALL, "--data", str(class_folders), "--max_steps", "1", "--eval_strategy", "no",
+            "--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "false",
+            "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    train.main(argv)
+    resume = [*argv, "--resume_from_checkpoint", "true"]
+    shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / "another.jpg")
+
+    with pytest.raises(UserError, match=r"with other images: 20 train, .*, now 21 train, .* The splits would"):
+        train.main(resume)
+    (class_folders / "temple" / "another.jpg").unlink()
+    assert train.main(resume)["epoch"] == 1
 
 
 @pytest.mark.parametrize("decays", [(0.9, None), (None, 0.9)])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers import TINY, randomise_
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
 from transformers.trainer_utils import PredictionOutput
@@ -112,16 +113,21 @@ def test_run_shows_what_it_got_wrong(run):
     assert (run[0] / "reliability.png").is_file()
 
 
-def test_images_of_a_folder_are_not_where_they_would_be_pushed(class_folders, tmp_path):
+@pytest.mark.parametrize("from_home", [False, True])
+def test_images_of_a_folder_are_not_where_they_would_be_pushed(from_home, class_folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(class_folders.parent))
+    data = f"~/{class_folders.name}" if from_home else str(class_folders)
     recipe = tmp_path / "photos.yaml"
     recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, learning_rate: 1e-5}")
 
-    metrics = train.main([str(recipe), *SMALL, "--data", str(class_folders), "--output_dir", str(tmp_path / "out")])
+    metrics = train.main([str(recipe), *SMALL, "--data", data, "--output_dir", str(tmp_path / "out")])
 
     assert metrics["test_accuracy"] < 1
     Image.open(tmp_path / "out" / "_mistakes.png").verify()
     assert not (tmp_path / "out" / "mistakes.png").exists()
-    assert "mistakes" not in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "mistakes" not in card
+    assert "datasets:" not in card
 
 
 def test_mistakes_of_before_a_resumption_go(tmp_path):
@@ -219,6 +225,19 @@ def test_saved_model_can_be_started_from(run, tmp_path):
 
     assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
     assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(("names", "is_new"), [(["a", "b", "c"], False), (["a", "c", "b"], True)])
+def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_new, tmp_path):
+    config = ViTScratchConfig(**TINY | {"num_labels": 3, "id2label": dict(enumerate("abc"))})
+    saved = randomise_(train.ViTScratchForImageClassification(config), 0.2)
+    saved.save_pretrained(tmp_path)
+    wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate(names)))
+
+    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+
+    assert torch.equal(loaded.vit.layers[0].mlp.fc1.weight, saved.vit.layers[0].mlp.fc1.weight)
+    assert torch.equal(loaded.classifier.weight, saved.classifier.weight) != is_new
 
 
 def test_encoder_without_a_head_can_be_started_from(tmp_path):

@@ -372,6 +372,9 @@ STAGING = "_incomplete"
 # File, there, that a run holds locked. What begins with "_" is not pushed.
 LOCK = "_lock"
 
+# Before the fingerprint of the images, in a run's `recipe.yaml`.
+IMAGES_LINE = "# images: "
+
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
@@ -442,6 +445,28 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
                 f"{begun} begins with, and add --resume_from_checkpoint true."
             )
     return checkpoint
+
+
+def refuse_other_images(checkpoint: str | None, images: str) -> None:
+    """Refuse to resume where images were added or taken away: the splits would be cut anew.
+
+    Args:
+        checkpoint: From `resolve_checkpoint`.
+        images: The `fingerprint` of the splits.
+
+    Raises:
+        UserError: The run began with other images.
+    """
+    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
+    if begun is None or not begun.is_file():
+        return
+    was = re.search(rf"^{IMAGES_LINE}(.+)$", begun.read_text(encoding="utf-8"), re.MULTILINE)
+    if was and was[1] != images:
+        raise UserError(
+            f"{checkpoint} belongs to a run with other images: {was[1]}, now {images}. The splits would be cut anew, "
+            "so that images of training could come into the test split. Give the images back that the run began with, "
+            "each under its old name, or start a new run."
+        )
 
 
 def _find_checkpoint(args: ViTTrainingArguments) -> str | None:

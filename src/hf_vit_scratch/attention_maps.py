@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from .data import decode_image
 from .errors import UserError
+from .image_files import decode_image
 from .modeling_vit_scratch import ViTScratchEmbeddings, ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .predict import load_classifier
 

@@ -76,7 +76,7 @@ def make_card(
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     name, source = name or runs[0].resolve().name, recipe.get("data", "digits")
     # Runs of older versions do not say where their data were.
-    on_the_hub = report.get("data_is_on_the_hub", source != "digits" and not Path(source).exists())
+    on_the_hub = report.get("data_is_on_the_hub", source != "digits" and not Path(source).expanduser().exists())
     if data is None:
         data = source if on_the_hub else "the digits of scikit-learn" if source == "digits" else "a folder of images"
     start = recipe.get("model", "")

@@ -5,13 +5,13 @@ Hub. Whatever the source, the splits have the columns `image` (encoded, see `dec
 """
 
 import functools
-import io
+import hashlib
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,28 +22,24 @@ import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
-from pyarrow import types
+from pyarrow import compute, types
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import ViTImageProcessor, default_data_collator
-from transformers.image_utils import load_image
 
 from .augmentation import Augmentation, Mixing
 from .batch_transforms import Draws
 from .errors import UserError
+from .image_files import check_header, decode_image, find_image_files, warn_of_others
 from .machine import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
 # Decoded images are kept up to this many bytes per split: Tiny ImageNet (1.2 GB), but not ImageNet.
 DECODED_BYTES_KEPT = 2 * 2**30
-MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
-# Pillow starts Ghostscript for these.
-PROGRAM_FORMATS = ("EPS",)
 CORRUPT_POLICIES = ("raise", "skip")
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
@@ -135,6 +131,16 @@ def load_splits(
     return DatasetDict(train=train, **splits)
 
 
+def fingerprint(splits: DatasetDict) -> str:
+    """What tells these splits from others: their sizes, and a hash of the order of labels and of the files' names."""
+    digest = hashlib.sha256()
+    for split, rows in splits.items():
+        paths = compute.struct_field(rows.data.column("image"), "path").to_pylist()  # of the source; no bytes are read
+        digest.update("\n".join([split, *(os.path.basename(path or "") for path in paths)]).encode(errors="replace"))
+        digest.update(np.asarray(rows["label"], dtype=np.int64).tobytes())
+    return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
+
+
 def load_digits() -> DatasetDict:
     """The 1,797 handwritten digits, 8x8 pixels, that ship inside scikit-learn, as grey images; no network needed.
 
@@ -151,37 +157,6 @@ def load_digits() -> DatasetDict:
         features=Features({"image": datasets.Image(), "label": label}),
     )
     return rows.train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
-
-
-def decode_image(row: dict[str, Any] | None, name: str) -> Image.Image:
-    """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
-
-    Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
-
-    Args:
-        row: `path` and `bytes` of the image, one of which may be None: `datasets.Image(decode=False)`.
-        name: Names the image in an error where it has no path.
-
-    Raises:
-        UserError: It cannot be decoded.
-    """
-    path, content = (None, None) if row is None else (row["path"], row["bytes"])
-    if path is None and content is None:
-        raise UserError(f"{name} is missing: its row holds no image. Delete or fill the row.")
-    try:
-        with warnings.catch_warnings():
-            # A palette with transparency, or slightly damaged EXIF data: the image is fine.
-            warnings.simplefilter("ignore", UserWarning)
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours comes before it
-            source: Any = path if content is None else io.BytesIO(content)
-            with Image.open(source) as image:
-                if image.format in PROGRAM_FORMATS:
-                    raise UserError(f"{image.format} is a program that draws")
-                if image.width * image.height > MAX_PIXELS:
-                    raise UserError(f"{image.width}x{image.height} are more than {MAX_PIXELS / 1e6:g} million pixels")
-                return load_image(image)
-    except Exception as error:  # Pillow's decoders raise many types on damaged data, even NotImplementedError
-        raise _unreadable(path or name, error) from error
 
 
 class Sample(NamedTuple):
@@ -559,7 +534,8 @@ def load_source(
     if data == "digits":
         return load_digits()
     if local:
-        source = _load_class_folders(path, check_files) if labelled else _load_images(path, check_files)
+        load = _load_class_folders if labelled else _load_images
+        source = load(path, check_files, "follow" if follow_links else "refuse")
         if not follow_links:
             _refuse_files_outside(path, source)
         return source
@@ -586,7 +562,7 @@ def load_source(
     return source
 
 
-def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
+def _load_class_folders(root: Path, check_files: bool, folder_links: str) -> DatasetDict:
     """A folder with one folder of images per class, or with such folders inside `train`, `val`, `test`."""
     folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
     splits = {}
@@ -604,12 +580,9 @@ def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
     label = ClassLabel(names=names)
     source = {}
     for split, folder in splits.items():
-        files = [
-            (file, name)
-            for name in names
-            for file in sorted((folder / name).rglob("*"))
-            if file.suffix.lower() in ImageFolder.EXTENSIONS and not file.name.startswith(".")
-        ]
+        of_class = {name: find_image_files(folder / name, folder_links) for name in names}
+        files = [(file, name) for name, (images, _) in of_class.items() for file in images]
+        warn_of_others(folder, sum((others for _, others in of_class.values()), Counter()))
         if files and all(file.parent.name not in names for file, _ in files):
             raise UserError(
                 f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
@@ -632,7 +605,7 @@ def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
         if unknown := sorted(set(inside) - set(names)):
             raise UserError(f"{folder}: the classes {unknown} are not in {splits['train']}. Delete or add them there.")
         for file, _ in files if check_files else ():  # the headers only, to find what is no image before training
-            _check_header(file)
+            check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
             features=Features({"image": datasets.Image(), "label": label}),
@@ -640,17 +613,18 @@ def _load_class_folders(root: Path, check_files: bool = True) -> DatasetDict:
     return DatasetDict(source)
 
 
-def _load_images(root: Path, check_files: bool) -> DatasetDict:
+def _load_images(root: Path, check_files: bool, folder_links: str) -> DatasetDict:
     """All images in a folder, however deep, or in such folders named `train`, `val`, `test`."""
     folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
     splits = {name: folders[alias] for name, aliases in SPLIT_FOLDERS.items() for alias in aliases if alias in folders}
     source = {}
     for split, folder in (splits if "train" in splits else {"train": root}).items():
-        files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in ImageFolder.EXTENSIONS]
+        files, others = find_image_files(folder, folder_links)
+        warn_of_others(folder, others)
         if not files:
             raise UserError(f"{folder}: there are no images.")
         for file in files if check_files else ():
-            _check_header(file)
+            check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file in files]}, features=Features({"image": datasets.Image()})
         )
@@ -698,19 +672,6 @@ def image_paths(rows: Dataset) -> Iterator[str]:
     for column in (name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)):
         for chunk in rows.data.column(column).chunks:
             yield from chunk.field("path").filter(chunk.field("bytes").is_null()).drop_null().to_pylist()
-
-
-def _check_header(file: Path) -> None:
-    try:
-        with Image.open(file):
-            pass
-    except Exception as error:
-        raise _unreadable(str(file), error) from error
-
-
-def _unreadable(name: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    return UserError(f"{name} cannot be decoded as an image ({reason}). Delete or replace it.")
 
 
 def check_split_names(data: str, source: Any, wanted: dict[str, str | None]) -> None:

@@ -43,8 +43,9 @@ from torch import Tensor
 from transformers import ImageClassificationPipeline
 
 from .attention_maps import attention, class_attention, image_of, over_patches, rollout
-from .data import MAX_PIXELS, decode_image, load_digits
+from .data import load_digits
 from .errors import UserError
+from .image_files import MAX_PIXELS, decode_image
 from .modeling_vit_scratch import CHECKSUMS, WEIGHTS, ViTScratchForImageClassification, ViTScratchModel
 from .predict import find_images, load_classifier
 

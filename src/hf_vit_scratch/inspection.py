@@ -8,6 +8,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
@@ -19,6 +20,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from .arguments import Arguments
 from .data import ImageClassificationDataset, Sample
+from .image_files import size_and_mode
 from .trainer import ViTTrainer
 
 LOOKED_AT = 500  # images of which modes and sizes are counted
@@ -75,8 +77,13 @@ def fit_to_images(args: Arguments, rows: Dataset, given: Set[str]) -> list[str]:
 
     batch_size = 2 ** round(math.log2(min(max(number / 20, 16), 128 if on_cpu else 512)))
     choose(training, f"about 20 or more steps in a pass over {number} images", per_device_train_batch_size=batch_size)
-    epochs = round(min(max(300 * (1000 / number) ** 0.5, 30), 300))
-    choose(training, f"the fewer images, the more passes; {number} images", num_train_epochs=float(epochs))
+    if training.max_steps > 0:
+        images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+        epochs = training.max_steps * images_per_step / number
+    else:
+        epochs = float(round(min(max(300 * (1000 / number) ** 0.5, 30), 300)))
+        choose(training, f"the fewer images, the more passes; {number} images", num_train_epochs=epochs)
+        epochs = training.num_train_epochs
 
     if alike and max(sides[0]) <= max(pixels):
         choose(augmentation, "small images, all of one size", crop_padding=max(1, min(pixels) // 8))
@@ -84,9 +91,10 @@ def fit_to_images(args: Arguments, rows: Dataset, given: Set[str]) -> list[str]:
         least = 0.35 if number < 20_000 else 0.2
         choose(augmentation, "images of many sizes, or larger than the model's", random_resized_crop_scale=least)
     if epochs >= 60:
-        choose(augmentation, f"{epochs} passes over the same images", auto_augment="trivialaugment")
+        passes = f"{epochs:.0f} passes over the same images"
+        choose(augmentation, passes, auto_augment="trivialaugment")
         if training.task == "image-classification":
-            choose(mixing, f"{epochs} passes over the same images", mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.5)
+            choose(mixing, passes, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.5)
     return lines
 
 
@@ -96,9 +104,10 @@ def _plain(value: Any) -> Any:
 
 def _sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
     """(width, height) of some of the images, and how many there are of each mode."""
-    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT]
-    images = [rows[int(row)]["image"] for row in chosen]
-    return np.array([image.size for image in images]), Counter(image.mode for image in images)
+    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT].tolist()
+    encoded = rows.cast_column("image", datasets.Image(decode=False))[chosen]["image"]
+    found = [size_and_mode(row, f"image {number}") for number, row in zip(chosen, encoded, strict=True)]
+    return np.array([size for size, _ in found]), Counter(mode for _, mode in found)
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:

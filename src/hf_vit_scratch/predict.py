@@ -29,15 +29,14 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub.utils import tqdm  # the usual one, but silent after `disable_progress_bar`
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ImageClassificationPipeline, pipeline
 from transformers.utils import logging as transformers_logging
 
-from .data import decode_image
 from .errors import UserError
+from .image_files import SUFFIXES, decode_image, find_image_files, warn_of_others
 
 PROGRAM = "python -m hf_vit_scratch.predict"
 
@@ -78,18 +77,18 @@ def find_images(names: Sequence[str]) -> list[str]:
     for name in names:
         path = Path(name).expanduser()
         files = [str(path)]
-        if not path.is_file():
-            inside = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
-            files = sorted(str(file) for file in inside if _looks_like_an_image(file))
+        if path.is_dir():
+            found_in, others = find_image_files(path)
+            warn_of_others(path, others)
+            files = [str(file) for file in found_in]
+        elif not path.is_file():
+            matches = map(Path, glob.iglob(str(path), recursive=True))
+            files = sorted(str(file) for file in matches if file.suffix.lower() in SUFFIXES and file.is_file())
         if not files:
             what = "folder holds no" if path.is_dir() else "is no file or folder, and as a glob it matches no"
             raise UserError(f"{name}: this {what} image. Give files, folders, or globs in quotes.")
         found |= dict.fromkeys(files)
     return list(found)
-
-
-def _looks_like_an_image(file: Path) -> bool:
-    return file.suffix.lower() in ImageFolder.EXTENSIONS and not file.name.startswith(".") and not file.is_dir()
 
 
 def load_classifier(model: str, device: str | None = None) -> ImageClassificationPipeline:

@@ -22,7 +22,6 @@ from .augmentation import Augmentation, Mixing
 from .data import (
     Preparation,
     check_split_names,
-    decode_image,
     find_columns,
     image_paths,
     load_source,
@@ -31,6 +30,7 @@ from .data import (
     split_in_half,
 )
 from .errors import UserError
+from .image_files import decode_image
 
 logger = logging.getLogger(__name__)
 
