@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +22,8 @@ from hf_vit_scratch.configuration_vit_scratch import AUTO_MAP
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")
-PARTS = ("tester/configuration", "tester/homeless")  # repositories that hold no whole model, or no image processor
+# Repositories that hold no whole model, no image processor, or more than one set of weights.
+PARTS = ("tester/configuration", "tester/homeless", "tester/variants")
 COMPLETE = {
     "README.md", "SHA256SUMS", "config.json", "configuration_vit_scratch.py", "model.safetensors",
     "modeling_vit_scratch.py", "preprocessor_config.json",
@@ -52,6 +54,9 @@ again.save_pretrained(f"{folder}/end", push_to_hub=True, repo_id="tester/in_plac
 again.config.save_pretrained(f"{folder}/end", push_to_hub=True, repo_id="tester/configuration")
 again.config.name_or_path = "a_folder_that_is/gone"
 again.push_to_hub("tester/homeless")
+again = ViTScratchModel.from_pretrained(f"{folder}/end")
+again.push_to_hub("tester/variants")
+again.half().save_pretrained(f"{folder}/half", variant="fp16", push_to_hub=True, repo_id="tester/variants")
 ViTScratchModel(ViTScratchConfig.from_variant("Ti/16", image_size=32, num_hidden_layers=1)).push_to_hub("tester/new")
 hf = str(Path(sys.executable).with_name("hf"))  # as in the README
 subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "checkpoint-*/*", "--exclude", "_*"],
@@ -61,6 +66,8 @@ subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "
 names = ("tester/end", f"{folder}/end")
 loaded, local = (pipeline("image-classification", model=name, top_k=10)(image) for name in names)
 assert loaded == local, (loaded, local)
+for variant in (None, "fp16"):
+    ViTScratchModel.from_pretrained("tester/variants", variant=variant)
 """
 
 LOAD = """
@@ -180,8 +187,9 @@ def test_checksums_of_every_commit_are_those_of_its_weights(pushed):
     for repo, commits in pushed[0].items():
         for _, message, files in commits:
             if repo != "tester/configuration":
-                listed = f"{hashlib.sha256(files['model.safetensors']).hexdigest()}  model.safetensors\n"
-                assert files["SHA256SUMS"].decode() == listed, (repo, message)
+                weights = [name for name in files if re.fullmatch(r"model[^/]*\.safetensors", name)]
+                expected = {f"{hashlib.sha256(files[name]).hexdigest()}  {name}" for name in weights}
+                assert set(files["SHA256SUMS"].decode().splitlines()) == expected, (repo, message)
 
 
 DAMAGE = """

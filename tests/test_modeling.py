@@ -737,6 +737,38 @@ def test_loading_with_a_changed_configuration_resamples_too(tmp_path):
     assert (loaded.config.image_size, config.image_size) == ([8, 16], [8, 16])
 
 
+def test_positions_stay_where_patches_and_images_grow_alike(tmp_path):
+    saved = randomise_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)  # 16x24 pixels in patches of 4x8
+    saved.save_pretrained(tmp_path)
+
+    loaded = ViTScratchModel.from_pretrained(
+        tmp_path, image_size=[32, 48], patch_size=[8, 16], ignore_mismatched_sizes=True
+    )
+
+    assert loaded.config.image_height_width == (32, 48)
+    assert torch.equal(loaded.embeddings.position_embeddings, saved.embeddings.position_embeddings)
+
+
+def test_positions_are_resampled_where_patches_and_images_grow_otherwise(tmp_path):
+    saved = randomise_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)
+    saved.save_pretrained(tmp_path)
+
+    loaded = ViTScratchModel.from_pretrained(tmp_path, image_size=18, patch_size=6, ignore_mismatched_sizes=True)
+
+    expected = resample_positions(saved.embeddings.position_embeddings, (4, 3), (3, 3))
+    torch.testing.assert_close(loaded.embeddings.position_embeddings.data, expected.data, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"image_size \(height 20\) must be divisible by patch_size \(height 6\)"):
+        ViTScratchModel.from_pretrained(tmp_path, image_size=20, patch_size=6, ignore_mismatched_sizes=True)
+
+
+def test_offloaded_positions_are_not_resampled(tmp_path):
+    ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = ViTScratchModel(ViTScratchConfig(**TINY))
+    with pytest.raises(ValueError, match=r"position embeddings that are offloaded cannot be resampled"):
+        model.set_image_size([32, 24])
+
+
 def test_image_size_that_the_patches_do_not_divide_is_refused():
     model = tiny_model()
 

@@ -87,6 +87,19 @@ def test_lora_trains_saves_and_merges(digits, tmp_path):
     assert torch.equal(merged.vit.layers[0].attention.k_proj.weight, before["vit.layers.0.attention.k_proj.weight"])
 
 
+def test_adapter_loads_at_another_image_size(tmp_path):
+    base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    base.save_pretrained(tmp_path / "base")
+    loaded = ViTScratchForImageClassification.from_pretrained(tmp_path / "base")
+    get_peft_model(loaded, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+
+    resized = ViTScratchForImageClassification.from_pretrained(tmp_path / "adapter", image_size=[24, 16])
+
+    base.set_image_size([24, 16])
+    assert resized.config.image_height_width == (24, 16)
+    assert torch.equal(resized.vit.embeddings.position_embeddings, base.vit.embeddings.position_embeddings)
+
+
 def test_card_of_an_adapter_is_not_that_of_a_model(digits, tmp_path):
     base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))

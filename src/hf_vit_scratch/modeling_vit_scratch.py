@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import json
 import math
 import os
 import re
@@ -46,6 +47,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import IMAGE_PROCESSOR_NAME, TransformersKwargs, cached_file, logging
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from .configuration_vit_scratch import ViTScratchConfig
 
@@ -103,14 +105,20 @@ def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(damaged)
 
 
-def _refuse_untrusted_weights(folder: Path) -> None:
+def _weights(file_name: str) -> str:
+    """Which weights a file belongs to, whole or one of several: `model`, or of a variant such as `model.fp16`."""
+    return re.sub(r"(-\d+-of-\d+)?\.safetensors$", "", file_name)
+
+
+def _refuse_untrusted_weights(folder: Path, variant: str | None = None) -> None:
     pickles = sorted(file.name for file in folder.glob("*.bin") if file.name != "training_args.bin")
     if pickles and not any(folder.glob("*.safetensors")):
         raise OSError(
             f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when it is loaded. Only "
             "safetensors are: ask whoever saved them for those."
         )
-    damaged = [name for name in damaged_files(folder, WEIGHTS) if (folder / name).exists()]
+    read = (CHECKSUMS, f"model.{variant}" if variant else "model")  # others may lie beside them
+    damaged = [name for name in damaged_files(folder, WEIGHTS) if (folder / name).exists() and _weights(name) in read]
     if damaged:
         raise OSError(
             f"{folder} is damaged: {', '.join(damaged)} cannot be trusted, says {CHECKSUMS}. Get the folder anew; if "
@@ -594,22 +602,32 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is None:  # the weights are an argument
             return super().from_pretrained(None, *model_args, config=config, **kwargs)
         folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
+        variant = kwargs.get("variant")
         if folder.is_dir():
-            _refuse_untrusted_weights(folder)
+            _refuse_untrusted_weights(folder, variant)
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub_kwargs = {name: kwargs[name] for name in hub_names if name in kwargs}
 
-        # transformers compares the shapes of all tensors with the file's, so load at the saved size, then change it.
+        # transformers compares the shapes of all tensors with the file's, so load with the saved number of patches,
+        # then change it.
         wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
         if wanted_size is not None:
-            saved_size = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub_kwargs).image_size
-            if saved_size == wanted_size:
+            saved = cls._saved_config(pretrained_model_name_or_path, hub_kwargs)
+            wanted = copy.deepcopy(saved if config is None else config)
+            if config is None:
+                wanted.image_size = wanted_size
+                wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
+            wanted.validate()
+            same_grid = [
+                patches * pixels for patches, pixels in zip(saved.grid_size, wanted.patch_height_width, strict=True)
+            ]
+            if wanted.grid_size == saved.grid_size:
                 wanted_size = None
             elif config is None:
-                kwargs["image_size"] = saved_size
+                kwargs["image_size"] = same_grid
             else:
-                config = copy.deepcopy(config)
-                config.image_size = saved_size
+                config = wanted
+                config.image_size = same_grid
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         if wanted_size is not None:
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
@@ -624,8 +642,17 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
                 **hub_kwargs,
             )
             if checksums is not None:
-                _refuse_untrusted_weights(Path(checksums).parent)
+                _refuse_untrusted_weights(Path(checksums).parent, variant)
         return loaded
+
+    @classmethod
+    def _saved_config(cls, name_or_path: Any, hub_kwargs: dict[str, Any]) -> Any:
+        """The configuration in a folder or repository; where that holds an adapter, the one of the adapter's model."""
+        adapter = find_adapter_config_file(name_or_path, **hub_kwargs)
+        if adapter is not None:
+            name_or_path = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            hub_kwargs = {name: hub_kwargs[name] for name in hub_kwargs.keys() - {"revision", "subfolder"}}
+        return cls.config_class.from_pretrained(name_or_path, **hub_kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
@@ -657,6 +684,12 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         folder, source = Path(working_dir), None
         write_checksums(folder, folder.glob(WEIGHTS))  # `save_pretrained(push_to_hub=True)` is not there yet
+        pushed = {_weights(file.name) for file in folder.glob(WEIGHTS)}
+        with contextlib.suppress(OSError):  # there may be none yet
+            there = cached_file(repo_id, CHECKSUMS, token=kwargs.get("token"), revision=kwargs.get("revision"))
+            lines = Path(cast(str, there)).read_text(encoding="utf-8").splitlines(keepends=True)
+            with (folder / CHECKSUMS).open("a", encoding="utf-8") as file:  # of weights that stay: another variant's
+                file.writelines(line for line in lines if _weights(line[66:].strip()) not in pushed)
         files_timestamps.pop(CHECKSUMS, None)
         with contextlib.suppress(OSError):  # the folder may be gone, the repository out of reach
             source = cached_file(str(self.config.name_or_path), IMAGE_PROCESSOR_NAME, token=kwargs.get("token"))
@@ -680,9 +713,14 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
         Raises:
             TypeError: The size is not made of integers.
-            ValueError: The patch size does not divide it.
+            ValueError: The patch size does not divide it, or the positions are offloaded.
         """
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
+        if embeddings.position_embeddings.is_meta:
+            raise ValueError(
+                "position embeddings that are offloaded cannot be resampled: keep the embeddings on a device, or leave"
+                " image_size as it is and call the model on the other size, which resamples for that call."
+            )
         new_config = copy.deepcopy(self.config)
         new_config.image_size = image_size
         new_config.validate()

@@ -124,8 +124,11 @@ def test_model_without_checksums_loads(run, tmp_path):
 
 def test_weights_that_others_put_beside_a_model_are_no_damage(run, tmp_path):
     folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
-    save_file({"lora": torch.ones(1)}, folder / "adapter_model.safetensors")
+    for name in ("adapter_model.safetensors", "model_ema.safetensors", "model.fp16.safetensors"):
+        save_file({"lora": torch.ones(1)}, folder / name)
     ViTScratchForImageClassification.from_pretrained(folder)
+    with pytest.raises(OSError, match=r"model\.fp16\.safetensors cannot be trusted"):
+        ViTScratchForImageClassification.from_pretrained(folder, variant="fp16")
 
 
 def test_weights_that_were_replaced_are_refused_until_the_checksums_are_deleted(run, tmp_path):
