@@ -40,6 +40,7 @@ import yaml
 from datasets import Dataset
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, PredictionOutput
+from transformers.utils import IMAGE_PROCESSOR_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from hf_vit_scratch import (
@@ -60,6 +61,7 @@ from hf_vit_scratch.arguments import (
     refuse_other_images,
     resolve_checkpoint,
     stage_arguments,
+    without_resuming,
 )
 from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.cards import MISTAKES, describe_machine
@@ -143,7 +145,13 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     if start is None:
         image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)
     else:  # pixels as the saved model knows them
-        image_processor = ViTImageProcessor.from_pretrained(start, size=size)
+        try:
+            image_processor = ViTImageProcessor.from_pretrained(start, size=size)
+        except OSError as error:
+            raise UserError(
+                f"--model {start} holds no {IMAGE_PROCESSOR_NAME}, which says how its images were normalised. Save an "
+                f'image processor there, such as ViTImageProcessor(do_convert_rgb=True).save_pretrained("{start}").'
+            ) from error
     if training_args.whiten_patches and (start is not None or data_args.streaming):
         with_what = "--streaming, which has no images at hand" if data_args.streaming else "the saved model of --model"
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
@@ -208,7 +216,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         return {"check": inspection.check(trainer, splits, Path(training_args.output_dir))}
 
     # 5. Train; a run is resumed when the user says so, never by a guess
-    output_dir, command = Path(training_args.output_dir), shlex.join(["python", "train.py", *argv])
+    output_dir, command = Path(training_args.output_dir), shlex.join(["python", "train.py", *without_resuming(argv)])
     if training_args.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "recipe.yaml").write_text(f"# {command}\n{recipe}", encoding="utf-8")

@@ -13,6 +13,7 @@ from hf_vit_scratch.arguments import (
     parse_recipe,
     resolve_checkpoint,
     stage_arguments,
+    without_resuming,
 )
 from hf_vit_scratch.errors import UserError
 
@@ -225,6 +226,13 @@ def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
     with pytest.raises(UserError, match=r"is no checkpoint \(it holds no trainer_state\.json\)"):
         resolve_checkpoint(args)
+
+
+@pytest.mark.parametrize(
+    "resuming", [[], ["--resume_from_checkpoint", "true"], ["--resume-from-checkpoint=runs/a/checkpoint-3"]], ids=str
+)
+def test_command_that_a_run_begins_with_does_not_resume(resuming):
+    assert without_resuming(["a.yaml", *resuming, "--seed", "1"]) == ["a.yaml", "--seed", "1"]
 
 
 def test_initial_image_size_must_fit_the_patches():

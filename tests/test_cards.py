@@ -86,6 +86,14 @@ def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
             image.verify()
 
 
+def test_card_of_a_resumed_run_counts_the_time_before(finished_run, tmp_path):
+    run = finished_run("a")
+    log = json.loads((run / "log.json").read_text())
+    (run / "log.json").write_text(json.dumps([*log, {"step": 100, "loss": 0.1, "minutes": 2.5}]))
+    make_card([run], tmp_path / "zoo.md")
+    assert "3.0 passes over the training images in 150 seconds" in (tmp_path / "zoo.md").read_text()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "model_cards").glob("*.md")), ids=lambda path: path.stem)
 def test_shipped_card_has_the_metadata_of_the_hub_and_the_number_that_the_table_shows(path):
     card = ModelCard.load(path)

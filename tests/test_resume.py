@@ -118,6 +118,18 @@ def test_resuming_with_other_images_is_refused(class_folders, tmp_path):
     assert train.main(resume)["epoch"] == 1
 
 
+def test_best_model_of_another_folder_gets_no_link(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+               "load_best_model_at_end": True, "metric_for_best_model": "earliness"}  # fmt: skip
+    for folder, checkpoint in ((tmp_path / "a", None), (tmp_path / "b", str(tmp_path / "a" / "checkpoint-3"))):
+        trainer = make_trainer(folder, **options)
+        trainer.add_callback(EarlierIsBetter)
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    assert (tmp_path / "a" / "best").is_dir()
+    assert not (tmp_path / "b" / "best").is_symlink()
+
+
 @pytest.mark.parametrize("decays", [(0.9, None), (None, 0.9)])
 def test_average_cannot_be_switched_within_a_run(decays, tmp_path):
     make_trainer(tmp_path, save_strategy="steps", save_steps=3, ema_decay=decays[0]).train()

@@ -240,6 +240,14 @@ def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_n
     assert torch.equal(loaded.classifier.weight, saved.classifier.weight) != is_new
 
 
+def test_saved_model_without_an_image_processor_is_refused(tmp_path):
+    train.ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    with pytest.raises(UserError, match=r"model holds no preprocessor_config\.json, which says how its images were"):
+        train.main([str(recipe), "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")])
+
+
 def test_encoder_without_a_head_can_be_started_from(tmp_path):
     config = ViTScratchConfig(image_size=8, patch_size=2, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     encoder = ViTScratchForMaskedImageModeling(config)

@@ -447,6 +447,17 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
     return checkpoint
 
 
+def without_resuming(argv: Sequence[str]) -> list[str]:
+    """The command line by which a run begins, also where it is resumed."""
+    kept, arguments = [], iter(argv)
+    for argument in arguments:
+        if argument.split("=")[0].replace("-", "_") != "__resume_from_checkpoint":
+            kept.append(argument)
+        elif "=" not in argument:
+            next(arguments, None)  # its value
+    return kept
+
+
 def refuse_other_images(checkpoint: str | None, images: str) -> None:
     """Refuse to resume where images were added or taken away: the splits would be cut anew.
 

@@ -103,7 +103,8 @@ def make_card(
     columns = [column for column in LOGGED if any(column in logs for logs in log)]
     lines = [logs for logs in log if "loss" in logs or "eval_loss" in logs]
     lines = [lines[int(place)] for place in np.unique(np.linspace(0, len(lines) - 1, LOG_ROWS).round()) if lines]
-    runtimes = [logs["train_runtime"] for logs in log if "train_runtime" in logs]
+    # The last call's alone, where a run was resumed; minutes count on.
+    seconds = max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log)
     card = ModelCard.from_template(
         ModelCardData(
             license=license,
@@ -135,7 +136,7 @@ def make_card(
         top5=f"{100 * report['test_top5_accuracy']:.1f}%" if len(report["labels"]) > 5 else None,
         loss=f"{report['test_loss']:.3f}",
         calibration=f"{calibration['expected_calibration_error']:.3f}",
-        cost=f"{report['epoch']:.1f} passes over the training images in {runtimes[-1]:.0f} seconds",
+        cost=f"{report['epoch']:.1f} passes over the training images in {seconds:.0f} seconds",
         hardware=report["hardware"],
         versions=report["versions"],
         per_class=[

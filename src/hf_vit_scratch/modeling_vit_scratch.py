@@ -618,16 +618,14 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
                 wanted.image_size = wanted_size
                 wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
             wanted.validate()
-            same_grid = [
-                patches * pixels for patches, pixels in zip(saved.grid_size, wanted.patch_height_width, strict=True)
-            ]
+            (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
             if wanted.grid_size == saved.grid_size:
                 wanted_size = None
             elif config is None:
-                kwargs["image_size"] = same_grid
+                kwargs["image_size"] = [rows * height, cols * width]
             else:
                 config = wanted
-                config.image_size = same_grid
+                config.image_size = [rows * height, cols * width]
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         if wanted_size is not None:
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True

@@ -541,7 +541,7 @@ class ViTTrainer(Trainer):
         _write_through(final.parent)
         best = Path(self.state.best_model_checkpoint or "")
         for link, target in (("last", final), ("best", best)):
-            if target.name and target.is_dir():
+            if target.name and target.is_dir() and target.parent.resolve() == final.parent.resolve():
                 aside = final.parent / f".{link}"
                 aside.unlink(missing_ok=True)
                 aside.symlink_to(target.name)
