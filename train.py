@@ -304,8 +304,9 @@ def load_model(
         raise UserError(
             f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
         )
-    if hasattr(model, "classifier") and saved.id2label != config.id2label:  # perhaps as many, but others
-        model.classifier = model_class(config).classifier
+    if hasattr(model, "classifier") and saved.id2label != config.id2label:
+        if "classifier.weight" not in {*found["missing_keys"], *mismatched}:  # as many classes, but others
+            model.classifier = model_class(config).classifier.to(model.dtype)
         logger.info("The classes are not those of %s: the classifier begins anew.", path)
     return model
 

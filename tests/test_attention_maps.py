@@ -262,6 +262,24 @@ def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
     assert [title for title in titles if ":" in title] == [kind.format(**best) for best in pipe(image, top_k=2)]
 
 
+def test_each_title_belongs_to_its_map_where_scores_are_equal(photographs, monkeypatch):
+    config = ViTScratchConfig(**TINY | {"problem_type": "multi_label_classification"})
+    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    model.classifier.bias.data = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])  # all 100%
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
+    shown = []
+    monkeypatch.setattr(
+        attention_maps, "class_attention", lambda model, pixels, ids: shown.extend(ids) or torch.ones(1, 4, 3)
+    )
+
+    figure = attention_maps.draw_all(pipe, photographs[0])["class_attention"]
+
+    titles = [axes.get_title() for axes in figure.axes if ":" in axes.get_title()]
+    assert titles == [f"LABEL_{id}: 100%" for id in shown]
+    assert len(titles) == 2
+
+
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):
     (tmp_path / "broken.jpg").write_text("no image")
     assert attention_maps.main([str(saved), str(tmp_path / "broken.jpg"), "--output_dir", str(tmp_path)]) == 2

@@ -23,6 +23,7 @@ from hf_vit_scratch.data import (
     ImageClassificationDataset,
     Sample,
     collate,
+    fingerprint,
     load_digits,
     load_splits,
 )
@@ -376,7 +377,7 @@ def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, 
     hidden = class_folders / "temple" / ".ipynb_checkpoints"
     hidden.mkdir()
     shutil.copy(class_folders / "temple" / "00.jpg", hidden / "00-checkpoint.jpg")
-    for name in ("a.heic", "b.HEIC", "notes.txt", "none", ".DS_Store"):
+    for name in ("a.heic", "b.HEIC", "notes.txt", "none", ".DS_Store", *(f"frame.{number}" for number in range(7))):
         (class_folders / ("temple" if name == "notes.txt" else "flower") / name).touch()
     photographs[0].resize((8, 8)).save(class_folders / "flower" / "d.avif", "PNG")
 
@@ -384,7 +385,7 @@ def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, 
 
     assert sum(map(len, splits.values())) == 25
     assert (
-        "photos: files that are no images by their names are not used: 2 .heic, 1 .txt, 1 without a suffix"
+        "photos: files that are no images by their names are not used: 2 .heic, 1 .0, 1 .1, 1 .2, 1 .3, 5 more"
         in caplog.text
     )
 
@@ -421,18 +422,38 @@ def test_grey_values_that_would_become_white_or_black_are_refused(mode, highest)
         decode_image(encode(image, "TIFF"), "an image")
 
 
+@pytest.mark.parametrize("highest", [255, 4095])
+def test_sixteen_bits_of_the_other_order_are_read_too(highest):  # as ImageJ writes them
+    content = io.BytesIO()
+    Image.frombytes("I;16B", (8, 8), np.full((8, 8), highest, ">u2").tobytes()).save(content, "TIFF")
+    encoded = {"path": None, "bytes": content.getvalue()}
+    assert Image.open(content).mode == "I;16B"
+    if highest == 255:
+        assert decode_image(encoded, "an image").getpixel((0, 0)) == (255, 255, 255)
+    else:
+        with pytest.raises(UserError, match=r"from 4095 to 4095 instead of 255: save it with 8 bits"):
+            decode_image(encoded, "an image")
+
+
+def test_black_image_of_floats_is_black():
+    image = Image.fromarray(np.zeros((8, 8), np.float32))
+    assert decode_image(encode(image, "TIFF"), "an image").getextrema() == ((0, 0),) * 3
+
+
 def test_sixteen_bits_are_named_before_training(class_folders):
     Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(class_folders / "temple" / "x-ray.png")
     with pytest.raises(UserError, match=r"x-ray\.png cannot be decoded .*save it with 8 bits"):
         load_splits(str(class_folders))
 
 
-def test_size_and_mode_are_those_of_the_upright_image(photographs):
+def test_size_and_mode_are_those_of_the_upright_image(photographs, monkeypatch):
     image = photographs[0].resize((30, 20)).convert("L")
     exif = Image.Exif()
     exif[0x0112] = 6
     assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
     assert size_and_mode(encode(image, "PNG", exif=exif), "an image") == ((20, 30), "L")
+    monkeypatch.setattr(Image.Image, "getexif", lambda self: {0x0112: "6"})  # some cameras
+    assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
 
 
 def test_exif_rotation_is_undone(photographs):
@@ -771,6 +792,18 @@ def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
     assert "2 of the 24 images of train are skipped:" in caplog.text
     assert "temple/03.jpg cannot be decoded as an image" in caplog.text
     assert "flower/05.jpg cannot be decoded as an image" in caplog.text
+
+
+def test_fingerprint_is_of_the_images_that_are_used(class_folders):
+    before = fingerprint(load_splits(str(class_folders)))
+    broken = class_folders / "temple" / "broken.jpg"
+    broken.write_bytes(b"no image")
+    with_skipped = fingerprint(load_splits(str(class_folders), corrupt_images="skip"))
+    broken.unlink()
+    (class_folders / "temple" / "03.jpg").rename(class_folders / "temple" / "30.jpg")
+
+    assert with_skipped == before
+    assert fingerprint(load_splits(str(class_folders))) != before
 
 
 def test_corrupt_image_is_named_by_default(class_folders):

@@ -763,10 +763,12 @@ def test_positions_are_resampled_where_patches_and_images_grow_otherwise(tmp_pat
 
 def test_offloaded_positions_are_not_resampled(tmp_path):
     ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = ViTScratchModel(ViTScratchConfig(**TINY))
+    offloaded = {"device_map": {"embeddings": "disk", "layers": "cpu", "layernorm": "cpu"},
+                 "offload_folder": str(tmp_path / "offloaded")}  # fmt: skip
     with pytest.raises(ValueError, match=r"position embeddings that are offloaded cannot be resampled"):
-        model.set_image_size([32, 24])
+        ViTScratchModel.from_pretrained(tmp_path, image_size=[32, 24], **offloaded)
+    on_meta = ViTScratchModel.from_pretrained(tmp_path, image_size=[32, 24], device_map="meta")
+    assert on_meta.embeddings.position_embeddings.shape == (1, 1 + 8 * 3, 32)
 
 
 def test_image_size_that_the_patches_do_not_divide_is_refused():

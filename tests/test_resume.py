@@ -103,7 +103,7 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
     assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
 
 
-def test_resuming_with_other_images_is_refused(class_folders, tmp_path):
+def test_resuming_with_other_images_is_refused(class_folders, tmp_path, caplog):
     recipe = str(ROOT / "recipes" / "digits.yaml")
     argv = [recipe, *SMALL, "--data", str(class_folders), "--max_steps", "1", "--eval_strategy", "no",
             "--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "false",
@@ -116,6 +116,10 @@ def test_resuming_with_other_images_is_refused(class_folders, tmp_path):
         train.main(resume)
     (class_folders / "temple" / "another.jpg").unlink()
     assert train.main(resume)["epoch"] == 1
+    begun = tmp_path / "run" / "recipe.yaml"
+    begun.write_text(begun.read_text().replace("# images:", "# an older version:"))
+    train.main(resume)
+    assert "was begun by a version that did not record its images" in caplog.text
 
 
 def test_best_model_of_another_folder_gets_no_link(tmp_path):

@@ -100,6 +100,17 @@ def test_adapter_loads_at_another_image_size(tmp_path):
     assert torch.equal(resized.vit.embeddings.position_embeddings, base.vit.embeddings.position_embeddings)
 
 
+def test_model_with_an_adapter_beside_it_loads_as_in_transformers(tmp_path):
+    base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    base.save_pretrained(tmp_path)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path, image_size=16)
+
+    assert loaded.config.image_size == 16
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
+
+
 def test_card_of_an_adapter_is_not_that_of_a_model(digits, tmp_path):
     base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))

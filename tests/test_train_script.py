@@ -240,6 +240,18 @@ def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_n
     assert torch.equal(loaded.classifier.weight, saved.classifier.weight) != is_new
 
 
+@pytest.mark.parametrize("number", [3, 4])
+def test_new_classifier_is_of_the_saved_models_precision(number, tmp_path):
+    saved = train.ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"num_labels": 3})).bfloat16()
+    saved.save_pretrained(tmp_path)
+    wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate("abcd"[:number])))
+
+    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+
+    assert loaded.classifier.weight.dtype == torch.bfloat16
+    assert loaded.classifier.out_features == number
+
+
 def test_saved_model_without_an_image_processor_is_refused(tmp_path):
     train.ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"

@@ -472,7 +472,12 @@ def refuse_other_images(checkpoint: str | None, images: str) -> None:
     if begun is None or not begun.is_file():
         return
     was = re.search(rf"^{IMAGES_LINE}(.+)$", begun.read_text(encoding="utf-8"), re.MULTILINE)
-    if was and was[1] != images:
+    if was is None:
+        logger.warning(
+            "%s was begun by a version that did not record its images. If any were added or taken away since, or are "
+            "in hidden folders (now left out) or .avif files (now taken), its splits are others.", begun
+        )  # fmt: skip
+    elif was[1] != images:
         raise UserError(
             f"{checkpoint} belongs to a run with other images: {was[1]}, now {images}. The splits would be cut anew, "
             "so that images of training could come into the test split. Give the images back that the run began with, "

@@ -331,14 +331,15 @@ def draw_all(classifier: Any, image: Any) -> dict[str, "Figure"]:
     seen = image_of(pixel_values[0], image_processor)
     maps = attention(model, pixel_values)
     with torch.no_grad():
-        logits = model(pixel_values).logits
+        logits = model(pixel_values).logits.cpu()
     pooling, number = model.config.pooling, min(2, logits.shape[-1])
     reader = "the class token" if pooling == "cls" else "the mean of the patches"
-    best = classifier.postprocess({"logits": logits}, top_k=number)  # in the order of the logits
+    best = classifier.postprocess({"logits": logits}, top_k=number)
+    ids = {label: id for id, label in cast(dict[int, str], model.config.id2label).items()}
     kind = "{:.4g}" if model.config.problem_type == "regression" else "{:.0%}"
     for_classes = {
-        f"{prediction['label']}: {kind.format(prediction['score'])}": class_attention(model, pixel_values, [id])[0]
-        for prediction, id in zip(best, logits[0].topk(number).indices.tolist(), strict=True)
+        f"{label}: {kind.format(score)}": class_attention(model, pixel_values, [ids[label]])[0]
+        for label, score in ((prediction["label"], prediction["score"]) for prediction in best)
     }
     return {
         "attention": draw_heads(

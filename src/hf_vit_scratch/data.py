@@ -111,7 +111,7 @@ def load_splits(
     chosen = [split for split in wanted.values() if split is not None]
     train = source[train_split]
     refuse_unknown_labels(data, train_split, train)
-    counts = np.bincount(train["label"], minlength=train.features["label"].num_classes)
+    counts = np.bincount(train["label"][:], minlength=train.features["label"].num_classes)
     splits = {}
     for name, fraction in (("validation", validation_fraction), ("test", test_fraction)):
         split = wanted[name]
@@ -135,9 +135,12 @@ def fingerprint(splits: DatasetDict) -> str:
     """What tells these splits from others: their sizes, and a hash of the order of labels and of the files' names."""
     digest = hashlib.sha256()
     for split, rows in splits.items():
-        paths = compute.struct_field(rows.data.column("image"), "path").to_pylist()  # of the source; no bytes are read
-        digest.update("\n".join([split, *(os.path.basename(path or "") for path in paths)]).encode(errors="replace"))
-        digest.update(np.asarray(rows["label"], dtype=np.int64).tobytes())
+        paths = compute.struct_field(rows.data.column("image"), "path")  # of the whole source; no bytes are read
+        if rows._indices is not None:
+            paths = paths.take(rows._indices.column(0))
+        names = [os.path.basename(path or "") for path in paths.to_pylist()]
+        digest.update("\n".join([split, *names]).encode(errors="replace"))
+        digest.update(np.asarray(rows["label"][:], dtype=np.int64).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
 
 
@@ -487,7 +490,7 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
         UserError: Names the first.
     """
     names = rows.features["label"].names
-    labels = np.asarray([-1 if label is None else label for label in rows["label"]])
+    labels = np.asarray([-1 if label is None else label for label in rows["label"][:]])
     unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
     if len(unknown):
         raise UserError(
@@ -747,7 +750,7 @@ def _rename_columns(
             raise UserError(
                 f"{data}: the column {label_column!r} must hold one class per image, but it holds {feature}."
             )
-        names = sorted({value for split in source.values() for value in split["label"] if value is not None})
+        names = sorted({value for split in source.values() for value in split["label"][:] if value is not None})
         label = ClassLabel(names=[str(name) for name in names])
         to_id = {name: index for index, name in enumerate(names)}
         source = source.map(
@@ -766,12 +769,12 @@ def _rename_columns(
 
 def has_unlabelled(rows: Dataset) -> bool:
     """Whether a label is missing."""
-    return any(label is None or label < 0 for label in rows["label"])
+    return any(label is None or label < 0 for label in rows["label"][:])
 
 
 def split_in_half(data: str, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
     """Two halves, with the same share of every class."""
-    counts = np.bincount(rows["label"], minlength=rows.features["label"].num_classes)
+    counts = np.bincount(rows["label"][:], minlength=rows.features["label"].num_classes)
     return _cut(data, rows, np.rint(counts / 2).astype(int), seed)
 
 
@@ -781,7 +784,7 @@ def _cut(data: str, train: Dataset, counts: np.ndarray, seed: int) -> tuple[Data
     `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
     """
     generator = np.random.default_rng(seed)
-    labels = np.asarray(train["label"])
+    labels = np.asarray(train["label"][:])
     cut = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))

@@ -64,7 +64,9 @@ def warn_of_others(folder: Path, others: Counter[str]) -> None:
     """Say which files of a folder are not used, of the second result of `find_image_files`."""
     if others:
         most_first = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-        listed = ", ".join(f"{number} {suffix}" for suffix, number in most_first)
+        listed = ", ".join(f"{number} {suffix}" for suffix, number in most_first[:5])
+        if len(most_first) > 5:
+            listed += f", {sum(number for _, number in most_first[5:])} more"
         logger.warning("%s: files that are no images by their names are not used: %s", folder, listed)
 
 
@@ -113,8 +115,9 @@ def decode_image(row: dict[str, Any] | None, name: str) -> Image.Image:
     """
     with open_image(row, name) as image:
         if image.mode in WIDE_MODES:
-            low, high = cast(tuple[float, float], image.getextrema())
-            if high > 255 or (image.mode == "F" and high <= 1):
+            plain = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
+            low, high = cast(tuple[float, float], plain.getextrema())
+            if high > 255 or (image.mode == "F" and 0 < high <= 1):
                 raise UserError(f"its grey values go from {low:g} to {high:g} instead of 255: save it with 8 bits")
         return load_image(image)
 
@@ -142,5 +145,5 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
         UserError: It cannot be opened.
     """
     with open_image(row, name) as image:
-        lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+        lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.size[::-1] if lies_on_its_side else image.size), image.mode

@@ -145,7 +145,7 @@ def _classes(splits: DatasetDict) -> list[str]:
     problems = []
     names = splits["train"].features["label"].names
     for split, rows in splits.items():
-        counts = np.bincount(rows["label"], minlength=len(names))
+        counts = np.bincount(rows["label"][:], minlength=len(names))
         rarest, commonest = int(counts.argmin()), int(counts.argmax())
         print(
             f"Classes    {split}: {len(rows)} images of {len(names)} classes, from {counts[rarest]} "

@@ -45,7 +45,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import IMAGE_PROCESSOR_NAME, TransformersKwargs, cached_file, logging
+from transformers.utils import (
+    CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    TransformersKwargs,
+    cached_file,
+    is_peft_available,
+    logging,
+)
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -646,7 +653,12 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     @classmethod
     def _saved_config(cls, name_or_path: Any, hub_kwargs: dict[str, Any]) -> Any:
         """The configuration in a folder or repository; where that holds an adapter, the one of the adapter's model."""
-        adapter = find_adapter_config_file(name_or_path, **hub_kwargs)
+        adapter = None
+        if (
+            is_peft_available()
+            and not Path(str(name_or_path), hub_kwargs.get("subfolder") or "", CONFIG_NAME).is_file()
+        ):
+            adapter = find_adapter_config_file(name_or_path, **hub_kwargs)
         if adapter is not None:
             name_or_path = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
             hub_kwargs = {name: hub_kwargs[name] for name in hub_kwargs.keys() - {"revision", "subfolder"}}
@@ -714,7 +726,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             ValueError: The patch size does not divide it, or the positions are offloaded.
         """
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
-        if embeddings.position_embeddings.is_meta:
+        if embeddings.position_embeddings.is_meta and hasattr(embeddings, "_hf_hook"):  # accelerate's
             raise ValueError(
                 "position embeddings that are offloaded cannot be resampled: keep the embeddings on a device, or leave"
                 " image_size as it is and call the model on the other size, which resamples for that call."
