@@ -146,7 +146,8 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)
     else:  # pixels as the saved model knows them
         try:
-            image_processor = ViTImageProcessor.from_pretrained(start, size=size)
+            # What it would crop to is another size.
+            image_processor = ViTImageProcessor.from_pretrained(start, size=size, do_center_crop=False)
         except OSError as error:
             raise UserError(
                 f"--model {start} holds no {IMAGE_PROCESSOR_NAME}, which says how its images were normalised. Save an "

@@ -585,8 +585,13 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, class_folders, capsys):
     model, space = save_model(tmp_path / "model"), tmp_path / "space"
     (model / "training_args.bin").touch()
 
-    assert main([str(model), "--write_space", str(space), "--examples", str(class_folders / "flower")]) == 0
+    for name in ("temple", "flower"):  # files of the same names in both
+        for file in sorted((class_folders / name).glob("*.jpg"))[4:]:
+            file.unlink()
+    assert main([str(model), "--write_space", str(space), "--examples", str(class_folders)]) == 0
     shutil.rmtree(model)
+    copied = {str(path.relative_to(space / "examples")) for path in (space / "examples").rglob("*.jpg")}
+    assert copied == {f"{name}/0{number}.jpg" for name in ("temple", "flower") for number in range(4)}
 
     assert f"{space} is written." in capsys.readouterr().out
     assert {path.name for path in (space / "model").iterdir()} == {

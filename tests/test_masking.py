@@ -42,6 +42,11 @@ def test_each_mask_hides_its_share_and_no_two_are_alike():
     assert np.abs(masks.mean(0) - 0.6).max() < 0.15  # no place is preferred
 
 
+@pytest.mark.parametrize(("ratio", "expected"), [(0.55, 55), (0.07, 7), (0.28, 28), (0.551, 56)])
+def test_share_is_rounded_up_but_not_for_an_error_of_rounding(ratio, expected):
+    assert random_masks(Draws([(0,)]), (10, 10), ratio).sum() == expected
+
+
 def test_masks_are_made_of_squares_of_patches(make_dataset):
     dataset = make_dataset(patch_size=(4, 4), mask_patch_size=8)
 
@@ -81,11 +86,16 @@ def test_pixels_are_those_of_a_classifier(make_dataset):
         ({"mask_ratio": 1.0}, r"mask_ratio must lie between 0 and 1, got 1.0"),
         ({"mask_patch_size": 6}, r"mask_patch_size must be a multiple of patch_size \(4, 4\), got 6"),
         ({"mask_patch_size": 16}, r"mask_patch_size must divide the image size 16x24, got 16"),
+        (
+            {"mask_patch_size": 8, "stages": (Augmentation((16, 24)), Augmentation((8, 12)))},
+            r"the image size 8x12, got 8",
+        ),
+        ({"mask_patch_size": 8, "mask_ratio": 0.95}, r"mask_ratio 0\.95 masks all of the 6 parts of an image"),
     ],
 )
 def test_impossible_masks_are_refused(masking, message, make_dataset):
     with pytest.raises(UserError, match=message):
-        make_dataset(patch_size=(4, 4), **masking)[0]
+        make_dataset(patch_size=(4, 4), **masking)
 
 
 # Data
@@ -99,6 +109,16 @@ def test_images_without_labels_are_found_anywhere(tmp_path):
     splits = load_splits(str(tmp_path), labelled=False)
 
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 1, "validation": 1, "test": 1}
+
+
+def test_images_beside_a_training_split_are_not_left_out_silently(tmp_path):
+    for name in ("train/1.png", "val/2.png", "car/3.png", "notes/4.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / name, "PNG")
+    with pytest.raises(
+        UserError, match=r"train is the training split, and the images in car beside it would not be us"
+    ):
+        load_splits(str(tmp_path), labelled=False)
 
 
 def test_labels_of_a_source_are_not_read(tmp_path):

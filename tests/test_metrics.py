@@ -59,6 +59,16 @@ def test_report_per_class_and_confusion_by_hand():
     assert report["per_class"]["emu"]["support"] == 0
 
 
+def test_class_may_be_named_as_an_average_is():
+    best, labels = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    predictions = (best[:, None], np.full(4, 0.9), np.zeros(4))
+
+    per_class = detailed_report(predictions, labels, ["accuracy", "macro avg"])["per_class"]
+
+    assert {name: row["support"] for name, row in per_class.items()} == {"accuracy": 1, "macro avg": 3}
+    assert per_class["macro avg"]["recall"] == pytest.approx(2 / 3)
+
+
 def test_calibration_by_hand():
     # Bins of 1/15: confidence 0.95 falls into the last, 0.5 into the eighth.
     predictions = (np.zeros((4, 1), dtype=int), np.array([0.95, 0.95, 0.5, 0.5]), np.zeros(4))

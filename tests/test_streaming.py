@@ -1,5 +1,6 @@
 """Training images that are read while training."""
 
+import io
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ from transformers import ViTImageProcessor
 
 from hf_vit_scratch.augmentation import Augmentation, Mixing
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.image_files import decode_image
 from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
 
 FEATURES = Features({"picture": ImageFeature(), "kind": ClassLabel(names=["a", "b", "c"])})
@@ -76,6 +78,71 @@ def test_every_image_is_read_once_by_all_processes_and_workers_together(make_str
 
     assert sorted(seen) == list(range(100))
     assert seen != sorted(seen)
+
+
+@pytest.mark.parametrize("column", ["picture", "image"])
+def test_images_are_the_bytes_of_the_files(column, tmp_path, photographs):
+    path = tmp_path / "data"
+    path.mkdir()
+    encoded = []
+    for number in range(12):
+        content = io.BytesIO()
+        photographs[0].crop((8 * number, 0, 8 * number + 32, 32)).save(content, "JPEG", quality=95)
+        encoded.append({"path": None, "bytes": content.getvalue()})
+    features = Features({column: ImageFeature(), "kind": ClassLabel(names=["a", "b"])})
+    for split in ("train", "validation", "test"):
+        Dataset.from_dict({column: encoded, "kind": [0, 1] * 6}, features=features).to_parquet(
+            path / f"{split}.parquet"
+        )
+
+    stream, splits = stream_splits(str(path))
+
+    expected = [image["bytes"] for image in encoded]
+    assert [row["image"]["bytes"] for row in stream] == expected
+    assert [row["image"]["bytes"] for row in splits["test"]] == expected
+
+
+def with_broken_images(folder, split, broken):
+    (file,) = folder.glob(f"{split}-*.parquet")
+    rows = Dataset.from_parquet(str(file)).cast_column("picture", ImageFeature(decode=False))
+    pictures = [{"path": None, "bytes": b"no image" if number in broken else row["picture"]["bytes"]}
+                for number, row in enumerate(rows)]  # fmt: skip
+    Dataset.from_dict({"picture": pictures, "kind": rows["kind"][:]}, features=FEATURES).to_parquet(file)
+
+
+def test_broken_images_of_validation_are_named_or_left_out(folder):
+    with_broken_images(folder, "validation", {3, 4})
+    _, splits = stream_splits(str(folder))
+    with pytest.raises(UserError, match=r"cannot be decoded as an image"):
+        [decode_image(row, "x") for rows in splits.values() for row in rows["image"]]
+    _, splits = stream_splits(str(folder), corrupt_images="skip")
+    assert sum(map(len, splits.values())) == 28
+
+
+@pytest.mark.parametrize("augment", [None, PLAIN])
+def test_batch_of_broken_images_is_left_out(augment, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder, "train", 1, 12)
+    write(folder, "validation", 1, 12)
+    with_broken_images(folder, "train", set(range(8)))
+    rows, _ = stream_splits(str(folder))
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.0] * 3, image_std=[1.0] * 3)
+
+    def batches(first_batch=0, **options):
+        stream = ImageClassificationStream(rows, processor, [augment], batch_size=2, stage_of_batch=[0], **options)
+        stream.first_batch = first_batch
+        return list(itertools.islice(stream, 12))
+
+    whole, resumed = batches(skip_corrupt=True), batches(6, skip_corrupt=True)
+    assert set(shades(whole)) == {8, 9, 10, 11}
+    assert shades(resumed[6:]) == shades(whole[6:])
+    with pytest.raises(UserError, match=r"label \d cannot be decoded as an image"):
+        batches()
+    with_broken_images(folder, "train", set(range(12)))
+    rows, _ = stream_splits(str(folder))
+    with pytest.raises(UserError, match=r"No training image can be decoded"):
+        batches(skip_corrupt=True)
 
 
 def test_each_pass_has_an_order_of_its_own_that_the_seed_repeats(make_stream):

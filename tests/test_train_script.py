@@ -252,6 +252,21 @@ def test_new_classifier_is_of_the_saved_models_precision(number, tmp_path):
     assert loaded.classifier.out_features == number
 
 
+def test_image_processor_of_a_saved_model_does_not_crop(tmp_path, class_folders):
+    train.ViTScratchForImageClassification(
+        ViTScratchConfig(**TINY | {"image_size": 16, "patch_size": 8})
+    ).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 20, "width": 20}, do_center_crop=True, crop_size=16).save_pretrained(
+        tmp_path / "model"
+    )
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("{max_steps: 1, eval_strategy: no, save_strategy: no, load_best_model_at_end: false}")
+    train.main([str(recipe), "--model", str(tmp_path / "model"), "--data", str(class_folders), "--image_size", "32",
+                "--use_cpu", "true", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "run")])  # fmt: skip
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "run")
+    assert processor(Image.new("RGB", (50, 40)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
+
+
 def test_saved_model_without_an_image_processor_is_refused(tmp_path):
     train.ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"

@@ -108,7 +108,7 @@ class DataArguments:
                 raise UserError(
                     f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
                 )
-        cutting = ("streaming", "validation_fraction", "test_fraction", "corrupt_images", "follow_links")
+        cutting = ("streaming", "validation_fraction", "test_fraction", "follow_links")
         return {name: value for name, value in vars(self).items() if name not in cutting}
 
     def for_loading(self) -> dict[str, Any]:

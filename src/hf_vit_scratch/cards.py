@@ -70,8 +70,9 @@ def make_card(
         UserError: A folder holds no finished run of a classifier.
     """
     reports = [_read(run / "metrics.json") for run in runs]
-    if "per_class" not in reports[0]:
-        raise UserError(f"{runs[0]} holds no run of a classifier.")
+    for run, report in zip(runs, reports, strict=True):
+        if "per_class" not in report:
+            raise UserError(f"{run} holds no run of a classifier.")
     report, config, log = reports[0], _read(runs[0] / "config.json"), _read(runs[0] / "log.json")
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     name, source = name or runs[0].resolve().name, recipe.get("data", "digits")

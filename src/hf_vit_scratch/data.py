@@ -106,7 +106,7 @@ def load_splits(
         source = _without_labels(data, source, image_column, train_split)
 
     if corrupt_images == "skip":
-        source = DatasetDict({split: _without_corrupt(data, split, rows) for split, rows in source.items()})
+        source = DatasetDict({split: without_corrupt(data, split, rows) for split, rows in source.items()})
 
     chosen = [split for split in wanted.values() if split is not None]
     train = source[train_split]
@@ -499,7 +499,8 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
         )
 
 
-def _without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
+def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
+    """The images of a split that can be decoded; the others are named in the log."""
     encoded = rows.cast_column("image", datasets.Image(decode=False))
     good, bad = [], []
     for number, row in enumerate(encoded):
@@ -620,6 +621,13 @@ def _load_images(root: Path, check_files: bool, folder_links: str) -> DatasetDic
     """All images in a folder, however deep, or in such folders named `train`, `val`, `test`."""
     folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}
     splits = {name: folders[alias] for name, aliases in SPLIT_FOLDERS.items() for alias in aliases if alias in folders}
+    if "train" in splits:
+        beside = [folder for folder in folders.values() if folder not in splits.values() and folder.name[0] != "."]
+        if unused := [folder.name for folder in beside if find_image_files(folder)[0]]:
+            raise UserError(
+                f"{root}: {splits['train'].name} is the training split, and the images in {', '.join(unused)} beside"
+                " it would not be used. Move them into it, or elsewhere; or rename it, and all images are used."
+            )
     source = {}
     for split, folder in (splits if "train" in splits else {"train": root}).items():
         files, others = find_image_files(folder, folder_links)

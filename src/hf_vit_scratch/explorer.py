@@ -580,9 +580,11 @@ def write_space(model: str, space: Path, examples: str | None = None) -> None:
     if examples:
         copies["examples"] = [Path(file) for file in find_images([examples])[:NUM_EXAMPLES]]
         arguments += ["--examples", "examples"]
+    roots = {"hf_vit_scratch": Path(__file__).parent, "examples": Path(examples or "").expanduser()}
     for folder, files in copies.items():
         for file in files:
-            inside = file.relative_to(Path(__file__).parent) if folder == "hf_vit_scratch" else file.name
+            root = roots.get(folder)
+            inside = file.relative_to(root) if root is not None and root.is_dir() else file.name
             (space / folder / inside).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, space / folder / inside)
     card = (

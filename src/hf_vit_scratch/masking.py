@@ -1,5 +1,6 @@
 """Images with masks, for training without labels."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,19 @@ class MaskedImageDataset(ImageClassificationDataset):
         self.patch_size = patch_size
         self.mask_ratio = mask_ratio
         self.unit = unit
+        size = self.preparation.image_processor.size
+        for height, width in [(size["height"], size["width"]), *(stage.image_size for stage in self.stages if stage)]:
+            if height % unit[0] or width % unit[1]:
+                raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")
+            number = (height // unit[0]) * (width // unit[1])
+            if num_masked(number, mask_ratio) == number:
+                raise UserError(f"mask_ratio {mask_ratio} masks all of the {number} parts of an image: lower it.")
 
     def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch, for `Preparation.finish`."""
         images = super().begin(keys)["images"]
         draws = self.preparation.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
         height, width = images.shape[-2:]
-        if height % self.unit[0] or width % self.unit[1]:
-            raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {self.unit[0]}.")
         units = (height // self.unit[0], width // self.unit[1])
         masks = random_masks(draws, units, self.mask_ratio)
         for axis in (0, 1):
@@ -65,10 +71,15 @@ class MaskedImageDataset(ImageClassificationDataset):
         return {"images": images, "bool_masked_pos": to_device(masks, images, torch.bool)}
 
 
+def num_masked(number: int, ratio: float) -> int:
+    """How many of so many parts of an image are masked: their share, rounded up, but not for an error of rounding."""
+    return math.ceil(round(ratio * number, 6))
+
+
 def random_masks(draws: Draws, units: tuple[int, int], ratio: float) -> np.ndarray:
     """Masks (B, *units) of which the same share, rounded up, is True."""
     ranks = np.argsort([draws.uniform() for _ in range(units[0] * units[1])], axis=0)
-    return (ranks < np.ceil(ratio * len(ranks))).T.reshape(-1, *units)
+    return (ranks < num_masked(len(ranks), ratio)).T.reshape(-1, *units)
 
 
 @torch.no_grad()

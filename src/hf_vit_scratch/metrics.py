@@ -5,7 +5,7 @@ from typing import Any, cast
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import classification_report, confusion_matrix
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import EvalPrediction
@@ -75,9 +75,9 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     """
     ranked, confidence, _ = predictions
     best, ids = ranked[:, 0], list(range(len(label_names)))
-    per_class = classification_report(
-        labels, best, labels=ids, target_names=label_names, output_dict=True, zero_division=0.0
-    )
+    # Not `classification_report`, which has its averages among the classes: one may be named accuracy.
+    scores = precision_recall_fscore_support(labels, best, labels=ids, zero_division=0.0)
+    names = ("precision", "recall", "f1-score", "support")
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
     bins = []
     for number, edge in enumerate(edges):
@@ -91,7 +91,10 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
             })  # fmt: skip
     error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(labels)
     return {
-        "per_class": {name: per_class[name] for name in label_names},
+        "per_class": {
+            label: dict(zip(names, map(float, of_class), strict=True))
+            for label, *of_class in zip(label_names, *scores, strict=True)
+        },
         "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
         "calibration": {"expected_calibration_error": error, "bins": bins},
     }

@@ -28,11 +28,14 @@ from .data import (
     refuse_unknown_labels,
     set_up_worker_process,
     split_in_half,
+    without_corrupt,
 )
 from .errors import UserError
 from .image_files import decode_image
 
 logger = logging.getLogger(__name__)
+
+_Row = tuple[int, dict[str, Any]]  # how often the split was read before, and the row
 
 SPLITS = ("validation", "test")
 # A path could be that of any file of this machine.
@@ -48,6 +51,7 @@ def stream_splits(
     train_split: str = "train",
     validation_split: str | None = None,
     test_split: str | None = None,
+    corrupt_images: str = "raise",
     seed: int = 0,
 ) -> tuple[IterableDataset, DatasetDict]:
     """The training split as a stream, and `validation` and `test`, which alone are downloaded.
@@ -63,6 +67,8 @@ def stream_splits(
         train_split: The source's split to train on.
         validation_split: The source's split to choose by; `None` for the one of that name.
         test_split: The source's split to report on; `None` for the one of that name.
+        corrupt_images: Whether to `"raise"`, when it is met, or to `"skip"` an image of `validation` or `test` that
+            cannot be decoded. `ImageClassificationStream` has its own `skip_corrupt`.
         seed: Chooses the half.
 
     Raises:
@@ -85,9 +91,10 @@ def stream_splits(
     # A name that stays would be refused.
     names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
     streams = {
-        split: rows.select_columns([image, label])
+        # Renaming reads the rows: decoded images would be compressed again, with loss.
+        split: rows.cast_column(image, datasets.Image(decode=False))
+        .select_columns([image, label])
         .rename_columns(names)
-        .cast_column("image", datasets.Image(decode=False))
         for split, rows in source.items()
     }
     if (first := next(iter(streams[train_split]))["image"]) is None or first["bytes"] is None:
@@ -100,13 +107,15 @@ def stream_splits(
             first_label = next(iter(streams[name]))["label"]
             split = None if first_label in (None, -1) else name  # not the test split of a contest
         if split is not None:
-            version = Hasher.hash([data, data_config, split, image, label, _version(data)])
+            version = Hasher.hash(["as in the files", data, data_config, split, image, label, _version(data)])
             kept[name] = Dataset.from_generator(
                 _rows, features=streams[split].features, gen_kwargs={"stream": streams[split]}, fingerprint=version
             )
             refuse_unknown_labels(data, split, kept[name])
             if any(image_paths(kept[name])):
                 raise UserError(f"{data}: {NOT_IN_ROWS}")
+            if corrupt_images == "skip":
+                kept[name] = without_corrupt(data, split, kept[name])
     if not kept:
         raise UserError(
             f"{data}: a stream cannot be cut, so it needs a validation split; there are {sorted(source)}. Choose one "
@@ -195,10 +204,21 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         rows = self._endless_rows()
         for number in itertools.count(first, step):
             batch = list(itertools.islice(rows, self.batch_size))
+            if self.skip_corrupt:  # here, so that a resumed run, which does not prepare it, does the same
+                batch = self._with_an_image(batch, rows)
             stage = self.stage_of_batch[min(number, len(self.stage_of_batch) - 1)]
             yield {} if number < self.first_batch else self._prepare(batch, self.stages[stage])
 
-    def _endless_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _with_an_image(self, batch: list[_Row], rows: Iterator[_Row]) -> list[_Row]:
+        """This batch, or the next one of which an image can be decoded."""
+        first_pass = batch[0][0]
+        while not any(_can_be_decoded(row) for _, row in batch):
+            batch = list(itertools.islice(rows, self.batch_size))
+            if batch[0][0] > first_pass + 1:
+                raise UserError("No training image can be decoded.")
+        return batch
+
+    def _endless_rows(self) -> Iterator[_Row]:
         classes = self.rows.features["label"].num_classes
         for epoch in itertools.count():
             # Not `set_epoch`, whose number all worker processes share: they do not end a pass at the same time.
@@ -218,7 +238,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                     "processes and their --dataloader_num_workers. Use fewer of them."
                 )
 
-    def _prepare(self, batch: list[tuple[int, dict[str, Any]]], augment: Augmentation | None) -> dict[str, Tensor]:
+    def _prepare(self, batch: list[_Row], augment: Augmentation | None) -> dict[str, Tensor]:
         images, readable = [], []
         for epoch, row in batch:
             try:
@@ -238,6 +258,14 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         prepared = self.preparation.begin(images, labels, keys, augment, range(len(batch)), partners)
         later = self.finish_later and get_worker_info() is not None
         return prepared if later else self.preparation.finish(prepared)
+
+
+def _can_be_decoded(row: dict[str, Any]) -> bool:
+    try:
+        decode_image(row["image"], name="")
+    except UserError:
+        return False
+    return True
 
 
 def _name(row: dict[str, Any]) -> str:
