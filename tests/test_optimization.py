@@ -8,7 +8,7 @@ import torch
 from helpers import TINY, randomise_
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import get_scheduler
+from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel, get_scheduler
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
@@ -115,6 +115,14 @@ def test_muon_multiplies_in_float32_where_asked(shape):
     ).step()
 
     torch.testing.assert_close(weight.double(), -0.2 * 8**0.5 * expected, rtol=0, atol=1e-5)
+
+
+def test_model_of_another_library_needs_layers_for_layer_decay_only():
+    resnet = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))  # has no num_hidden_layers
+    assert len(parameter_groups(resnet, learning_rate=0.1, weight_decay=0.1)) == 2
+    dinov2 = Dinov2Model(Dinov2Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(UserError, match=r"need parameters named layers\.0 and so on; Dinov2Model has none"):
+        parameter_groups(dinov2, learning_rate=0.1, weight_decay=0.1, layer_decay=0.5)
 
 
 def test_the_two_parts_step_as_the_two_optimizers_alone():

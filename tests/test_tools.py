@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.testing import CompileCounterWithBackend
 from trackio.sqlite_storage import SQLiteStorage
-from transformers import AutoModelForImageClassification, ViTImageProcessor
+from transformers import AutoModelForImageClassification, TrainerCallback, ViTImageProcessor
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
@@ -155,7 +155,8 @@ def exported(tmp_path_factory):
     for name, style in STYLES.items():
         config = ViTScratchConfig(**ONE_LAYER, **style)
         model = randomise_(ViTScratchForImageClassification(config).eval(), std=0.2)
-        inputs = {"pixel_values": torch.randn(2, 3, 20, 32)}
+        size = (16, 24) if name == "post-LN" else (20, 32)  # the model's own, as in the README, and another
+        inputs = {"pixel_values": torch.randn(2, 3, *size)}
         shapes = {"pixel_values": {axis: torch.export.Dim.DYNAMIC for axis in (0, 2, 3)}}
         graph = OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=shapes))
         path = tmp_path_factory.mktemp("exported") / "model.onnx"
@@ -256,6 +257,42 @@ def test_trackio_gets_the_log(tmp_path):
 
     runs = [SQLiteStorage.get_logs("digits", run.name) for run in trackio.Api().runs("digits")]
     assert losses in [[row["train/loss"] for row in rows if "train/loss" in row] for rows in runs]
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.found = []
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.found.append(metrics["eval_loss"])
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_search_is_for_the_loss_by_default_and_leaves_whole_checkpoints(ema_decay, digits, tmp_path):
+    args = ViTTrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=32, max_steps=4, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, metric_for_best_model="loss", disable_tqdm=True, ema_decay=ema_decay,
+    )  # fmt: skip
+
+    def model_init(trial):  # of another width than the first one
+        width = {} if trial is None else {"hidden_size": 16}
+        return ViTScratchForImageClassification(ViTScratchConfig(**SIZES | width, num_labels=10))
+
+    trainer = ViTTrainer(model_init=model_init, args=args, train_dataset=digits[0], eval_dataset=digits[1])
+    losses = Losses()
+    trainer.add_callback(losses)
+
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 3e-3])},
+        n_trials=2, backend="optuna", sampler=GridSampler({"learning_rate": [1e-9, 3e-3]}), direction="minimize",
+    )  # fmt: skip
+
+    assert best.objective == pytest.approx(min(losses.found[1::2]))
+    assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1"}
+    for folder in ("run-0", "run-1"):
+        assert not (tmp_path / folder / "_incomplete").exists()
+        saved = ViTScratchForImageClassification.from_pretrained(tmp_path / folder / "checkpoint-4")
+        assert saved.config.hidden_size == 16
 
 
 def test_hyperparameters_are_searched_by_the_trainers_own_call(digits, tmp_path):

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import torch
 from helpers import TINY
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
-from transformers import TrainerCallback, ViTImageProcessor
+from torch.nn import functional as F
+from transformers import TrainerCallback, TrainingArguments, ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, machine, optimization
 from hf_vit_scratch.arguments import ViTTrainingArguments
@@ -21,6 +24,7 @@ from hf_vit_scratch.augmentation import Mixing, training_stages
 from hf_vit_scratch.data import ImageClassificationDataset, load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
 
 KINDS = {"single_label": {}, "multi_label": {"multi_label": True}, "mixed": {"mixed": True}}
@@ -285,6 +289,94 @@ def test_accumulated_batches_train_as_one_large_batch_does(kind, batch_size, tmp
     for ours, theirs in zip(parts.state.log_history[:6], whole.state.log_history[:6], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-4)
+
+
+def test_loss_that_takes_the_number_of_images_is_not_weighted_again(tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    images = RandomImages(22)
+    whole, parts = (
+        make_trainer(tmp_path / name, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        for name, size, steps in (("whole", 22, 1), ("parts", 8, 3))
+    )
+    for trainer in (whole, parts):
+        trainer.train_dataset, trainer.compute_loss_func = images, loss_of
+        trainer.train()
+
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-5)
+    assert parts.state.log_history[0]["grad_norm"] == pytest.approx(whole.state.log_history[0]["grad_norm"], abs=1e-5)
+
+
+class Notes(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "notes.json").write_text("{}")
+
+
+def test_file_that_a_callback_adds_to_a_checkpoint_is_no_damage(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+               "load_best_model_at_end": True, "metric_for_best_model": "loss"}  # fmt: skip
+    trainer = make_trainer(tmp_path, **options)
+    trainer.add_callback(Notes)
+    trainer.train()
+    make_trainer(tmp_path, **options | {"max_steps": 9}).train(resume_from_checkpoint=True)
+
+
+class At(TrainerCallback):
+    def __init__(self, step, do):
+        self.step, self.do = step, do
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.do()
+
+
+def test_trainer_that_was_stopped_can_go_on(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(At(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    trainer.train()
+    assert (trainer.stopped, trainer.state.global_step) == (True, 3)
+    trainer.train(resume_from_checkpoint=True)
+    assert (trainer.stopped, trainer.state.global_step) == (False, 6)
+
+
+def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(tmp_path, ema_decay=0.9)
+    trainer.add_callback(At(5, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    saved = make_trainer(tmp_path / "again")
+    saved.model = ViTScratchForImageClassification.from_pretrained(tmp_path)
+    assert saved.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("args", [None, TrainingArguments("unused", use_cpu=True)])
+def test_other_arguments_than_ours_are_refused(args):
+    with pytest.raises(UserError, match=r"args must be ViTTrainingArguments, got (NoneType|TrainingArguments)\."):
+        ViTTrainer(model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args=args)
+
+
+def test_layers_of_a_new_model_are_compiled_too(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ViTScratchLayer, "compile", lambda self, **kwargs: compiled.append(self))
+
+    def model_init():
+        return ViTScratchForImageClassification(ViTScratchConfig(**TINY))
+
+    args = ViTTrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, torch_compile=True, torch_compile_backend="eager",
+        eval_strategy="no", save_strategy="no", load_best_model_at_end=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = ViTTrainer(model_init=model_init, args=args, train_dataset=RandomImages())
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert set(trainer.model.vit.layers) <= set(compiled)
 
 
 def test_last_step_of_an_epoch_weighs_every_image_the_same(tmp_path):

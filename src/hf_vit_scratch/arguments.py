@@ -148,7 +148,9 @@ class MixingArguments:
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
-    output_dir: str = _flag("runs/train", "Where the run is written; a folder that holds one is never overwritten.")
+    output_dir: str = _flag(
+        "runs/train", "Where the run is written; train.py never overwrites a folder that holds one."
+    )
     # The stock default drops the column of images before they are read.
     remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.

@@ -73,6 +73,7 @@ A Vision Transformer of `hf_vit_scratch`. It loads with
 
 
 CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
+TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 WEIGHTS = "model*.safetensors"  # not those that others may put beside them, as peft does
 
 
@@ -86,7 +87,7 @@ def write_checksums(folder: Path, files: Iterable[Path]) -> None:
 
 
 def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
-    """The files of `folder` that are not as they were saved: changed, missing, or unknown to its checksums.
+    """The files of `folder` that are not as they were saved: changed, missing, or tensors unknown to its checksums.
 
     None where it has no checksums: it was saved by something else, or long ago.
 
@@ -104,7 +105,8 @@ def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
         return [CHECKSUMS]
     wanted = {line[66:]: line[:64] for line in lines if Path(line[66:]).match(pattern)}
     present = {file.name: file for file in folder.glob(pattern) if file.is_file() and file.name != CHECKSUMS}
-    damaged = wanted.keys() ^ present.keys()
+    unknown = {name for name in present.keys() - wanted.keys() if Path(name).suffix in TENSOR_SUFFIXES}
+    damaged = (wanted.keys() - present.keys()) | unknown
     for name in wanted.keys() & present.keys():
         with present[name].open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != wanted[name]:
@@ -164,7 +166,9 @@ def resample_positions(positions: Tensor, old_grid: tuple[int, int], new_grid: t
     Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The positions before those of the
     patches (the class token's) stay as they are.
     """
-    if old_grid == new_grid:
+    # A graph that is exported for any size must resample at the model's own, too.
+    for_any_size = torch.compiler.is_exporting() and any(isinstance(length, torch.SymInt) for length in new_grid)
+    if not for_any_size and old_grid == new_grid:
         return positions
     num_prefix_tokens = positions.shape[1] - math.prod(old_grid)
     prefix, patches = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]

@@ -51,8 +51,17 @@ def parameter_groups(
             layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)`.
         muon: Whether the matrices within the layers go to Muon: groups with `"muon": True`.
         muon_learning_rate: Their rate; `None` for `learning_rate`.
+
+    Raises:
+        UserError: The model's layers are not found, though they matter.
     """
-    num_hidden_layers = model.config.num_hidden_layers
+    num_hidden_layers = model.config.num_hidden_layers if muon or layer_decay != 1 else 0
+    if num_hidden_layers and not any(
+        0 < layer_number(name, num_hidden_layers) <= num_hidden_layers for name, _ in model.named_parameters()
+    ):
+        raise UserError(
+            f"layer_decay and muon need parameters named layers.0 and so on; {type(model).__name__} has none."
+        )
     decayed = set(decayed_parameters(model))
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -81,8 +81,14 @@ class ViTTrainer(Trainer):
     args: ViTTrainingArguments
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+    # For `call_model_init`, which the stock constructor calls.
+    _layers_are_compiled = False
+    _ema: AveragedModel | None = None
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
+        training_args = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if not isinstance(training_args, ViTTrainingArguments):
+            raise UserError(f"args must be ViTTrainingArguments, got {type(training_args).__name__}.")
         if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
             kwargs["data_collator"] = collate
         super().__init__(*args, **kwargs)
@@ -91,7 +97,6 @@ class ViTTrainer(Trainer):
         self.sampler: EpochSampler | None = None
         self.stopped = False  # by SIGTERM
         self._stop_requested = False
-        self._ema: AveragedModel | None = None
         self._images_in_step = self._batches_in_step = 0
         self._images = 0  # trained on in this process since the last log
         self._logged_time: float | None = None
@@ -102,7 +107,7 @@ class ViTTrainer(Trainer):
         self._staging = False
         self._waiting: WaitingForCores | None = None
         self._workers_started: set[str] = set()
-        self._layers_are_compiled = self.args.torch_compile and self._compile_layers()
+        self._layers_are_compiled = self.args.torch_compile and self._compile_layers(self.model)
         if self.is_fsdp_enabled:
             # At every step, of the patch embedding, whose output we do not change in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -114,7 +119,7 @@ class ViTTrainer(Trainer):
         """Whether training has come to its first step."""
         return self._logged_time is not None
 
-    def _compile_layers(self) -> bool:
+    def _compile_layers(self, model: nn.Module) -> bool:
         """Compile one layer for all of them, which takes a fraction of the time that the whole model takes.
 
         Only full training batches then run compiled; each other size would be compiled for itself. Layers that differ,
@@ -123,7 +128,7 @@ class ViTTrainer(Trainer):
         Returns:
             Whether they were compiled.
         """
-        layers = [module for module in self.model.modules() if isinstance(module, ViTScratchLayer)]
+        layers = [module for module in model.modules() if isinstance(module, ViTScratchLayer)]
         if len({layer.drop_path.drop_prob for layer in layers}) != 1:
             return False
         self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the model as well
@@ -159,6 +164,7 @@ class ViTTrainer(Trainer):
                 f"a new one can start from it: --model {checkpoint}."
             )
         self._logged_time = None
+        self.stopped = self._stop_requested = False
         self._start_time = time.perf_counter()
         if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
@@ -170,21 +176,38 @@ class ViTTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
-            self._ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay))
+            self._average(self.model)
         if checkpoint is not None:
             resume_from_checkpoint = str(checkpoint)
             self._load_progress(checkpoint)
             if isinstance(self.train_dataset, ImageClassificationStream) and not self.args.ignore_data_skip:
                 state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
                 self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
-        with self._stopping_at_sigterm():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-        # A best model that was loaded is an averaged one already.
-        best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
-        if self._ema is not None and not best_was_loaded:
-            self._swap_averaged_weights()
-        self._ema = None
+        best_was_loaded = False
+        try:
+            with self._stopping_at_sigterm():
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            # It is an averaged one already.
+            best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+        finally:  # also where it was interrupted
+            if self._ema is not None and self._ema.n_averaged and not best_was_loaded:
+                self._swap_averaged_weights()
+            self._ema, self._images_in_step = None, 0
         return output
+
+    def _average(self, model: nn.Module) -> None:
+        self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cast(float, self.args.ema_decay)))
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A new model from `model_init`, compiled and averaged as the one that it takes the place of."""
+        model = super().call_model_init(trial)
+        if self._layers_are_compiled:
+            self._compile_layers(model)
+        if self._ema is not None:
+            steps = self._ema.n_averaged
+            self._average(model.to(self.args.device))
+            self._ema.n_averaged.copy_(steps)
+        return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to."""
@@ -279,13 +302,17 @@ class ViTTrainer(Trainer):
         self._batches_in_step = len(batches)
         return batches, num_items
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """The loss, in training weighted so that every image of an optimizer step counts the same.
 
-        The Trainer takes the mean of the means of the batches that it accumulates, of which the last may be smaller.
+        The Trainer takes the mean of the means of the batches that it accumulates, of which the last may be smaller;
+        but for a loss that takes the number of images of the step itself.
         """
-        output = super().compute_loss(model, inputs, *args, **kwargs)
-        if not model.training or not self._images_in_step:
+        output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not model.training or not self._images_in_step or (takes_number and num_items_in_batch is not None):
             return output
         weight = len(inputs["pixel_values"]) * self._batches_in_step / self._images_in_step
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
@@ -396,6 +423,7 @@ class ViTTrainer(Trainer):
         if self.is_in_train:
             logs["minutes"] = round(self._minutes_trained(now), 2)
         super().log(logs, start_time)
+        logs.pop("minutes", None)  # a search for hyperparameters would add it to the metrics that it is for
 
     def _warn_if_busy(self) -> None:
         """Say once that others take the cores, which costs more speed than their share."""
@@ -423,7 +451,7 @@ class ViTTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint aside and then give it its name, so that one with a name is whole."""
-        run_dir = Path(self.args.output_dir)
+        run_dir = Path(super()._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staged, final = run_dir / STAGING / name, run_dir / name
         try:
@@ -609,7 +637,8 @@ class ViTTrainer(Trainer):
             raise UserError(
                 "A checkpoint must hold exactly the model's tensors. "
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
-                "Resume with the configuration that the checkpoint was made with."
+                "Resume with the configuration that the checkpoint was made with; a model that transformers saves "
+                "under other names than its own, as it does its ViT, cannot be loaded back: --save_strategy no."
             )
 
 
