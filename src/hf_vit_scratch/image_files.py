@@ -50,14 +50,15 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
             path = Path(parent, links[0])
             raise UserError(f"{path} leads to {path.resolve()}. If that is meant, give --follow_links true.")
         for name in names:
-            suffix = Path(name).suffix.lower()
+            suffix = os.path.splitext(name)[1].lower()
             if name.startswith("."):
                 continue
             if suffix in SUFFIXES:
-                found.append(Path(parent, name))
+                found.append(os.path.join(parent, name))
             else:
                 others[suffix or "without a suffix"] += 1
-    return sorted(found), others
+    # In the order of paths, but as strings, for there may be a million.
+    return [Path(path) for path in sorted(found, key=lambda path: path.split(os.sep))], others
 
 
 def warn_of_others(folder: Path, others: Counter[str]) -> None:
