@@ -796,7 +796,7 @@ def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
 
 def test_fingerprint_is_of_the_images_that_are_used(class_folders):
     before = fingerprint(load_splits(str(class_folders)))
-    broken = class_folders / "temple" / "broken.jpg"
+    broken = class_folders / "temple" / "05-broken.jpg"
     broken.write_bytes(b"no image")
     with_skipped = fingerprint(load_splits(str(class_folders), corrupt_images="skip"))
     broken.unlink()
