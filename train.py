@@ -306,8 +306,9 @@ def load_model(
             f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
         )
     if hasattr(model, "classifier") and saved.id2label != config.id2label:
-        if "classifier.weight" not in {*found["missing_keys"], *mismatched}:  # as many classes, but others
-            model.classifier = model_class(config).classifier.to(model.dtype)
+        for parameter in model.classifier.parameters():  # loaded, where there are as many classes
+            parameter._is_hf_initialized = False
+        model._init_weights(model.classifier)
         logger.info("The classes are not those of %s: the classifier begins anew.", path)
     return model
 

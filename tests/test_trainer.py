@@ -78,14 +78,15 @@ def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **argu
     )
 
 
-class StopAt(TrainerCallback):
-    """Ends a run early, with the schedule of a longer one."""
+class At(TrainerCallback):
+    """Does something at a step, to which it gives the control of the run."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, do):
+        self.step, self.do = step, do
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.step
+        if state.global_step == self.step:
+            self.do(control)
 
 
 class EarlierIsBetter(TrainerCallback):
@@ -150,7 +151,7 @@ def test_run_is_resumed_whole_from_true_or_a_path(name, tmp_path):
     whole = make_trainer(tmp_path / "whole", **options)
     whole.train()
     half = make_trainer(tmp_path / "half", **options)
-    half.add_callback(StopAt(3))
+    half.add_callback(At(3, lambda control: setattr(control, "should_training_stop", True)))  # early in its schedule
     half.train()
     resumed = make_trainer(tmp_path / "half", **options)
 
@@ -322,18 +323,9 @@ def test_file_that_a_callback_adds_to_a_checkpoint_is_no_damage(tmp_path):
     make_trainer(tmp_path, **options | {"max_steps": 9}).train(resume_from_checkpoint=True)
 
 
-class At(TrainerCallback):
-    def __init__(self, step, do):
-        self.step, self.do = step, do
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.do()
-
-
 def test_trainer_that_was_stopped_can_go_on(tmp_path):
     trainer = make_trainer(tmp_path)
-    trainer.add_callback(At(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    trainer.add_callback(At(2, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
     trainer.train()
     assert (trainer.stopped, trainer.state.global_step) == (True, 3)
     trainer.train(resume_from_checkpoint=True)
@@ -341,7 +333,7 @@ def test_trainer_that_was_stopped_can_go_on(tmp_path):
 
 
 def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(tmp_path):
-    def interrupt():
+    def interrupt(control):
         raise KeyboardInterrupt
 
     trainer = make_trainer(tmp_path, ema_decay=0.9)

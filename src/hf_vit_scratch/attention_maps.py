@@ -332,14 +332,16 @@ def draw_all(classifier: Any, image: Any) -> dict[str, "Figure"]:
     maps = attention(model, pixel_values)
     with torch.no_grad():
         logits = model(pixel_values).logits.cpu()
-    pooling, number = model.config.pooling, min(2, logits.shape[-1])
+    pooling = model.config.pooling
     reader = "the class token" if pooling == "cls" else "the mean of the patches"
-    best = classifier.postprocess({"logits": logits}, top_k=number)
+    best = classifier.postprocess({"logits": logits}, top_k=2)
     ids = {label: id for id, label in cast(dict[int, str], model.config.id2label).items()}
     kind = "{:.4g}" if model.config.problem_type == "regression" else "{:.0%}"
     for_classes = {
-        f"{label}: {kind.format(score)}": class_attention(model, pixel_values, [ids[label]])[0]
-        for label, score in ((prediction["label"], prediction["score"]) for prediction in best)
+        f"{class_['label']}: {kind.format(class_['score'])}": class_attention(
+            model, pixel_values, [ids[class_["label"]]]
+        )[0]
+        for class_ in best
     }
     return {
         "attention": draw_heads(

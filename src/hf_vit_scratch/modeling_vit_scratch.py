@@ -73,7 +73,7 @@ A Vision Transformer of `hf_vit_scratch`. It loads with
 
 
 CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
-TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")  # of what somebody might load
 WEIGHTS = "model*.safetensors"  # not those that others may put beside them, as peft does
 
 
@@ -657,13 +657,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     @classmethod
     def _saved_config(cls, name_or_path: Any, hub_kwargs: dict[str, Any]) -> Any:
         """The configuration in a folder or repository; where that holds an adapter, the one of the adapter's model."""
-        adapter = None
-        if (
-            is_peft_available()
-            and not Path(str(name_or_path), hub_kwargs.get("subfolder") or "", CONFIG_NAME).is_file()
-        ):
-            adapter = find_adapter_config_file(name_or_path, **hub_kwargs)
-        if adapter is not None:
+        # As transformers decides it: a folder that holds a model, too, is that model's.
+        has_model = Path(str(name_or_path), hub_kwargs.get("subfolder") or "", CONFIG_NAME).is_file()
+        look = is_peft_available() and not has_model
+        if look and (adapter := find_adapter_config_file(name_or_path, **hub_kwargs)):
             name_or_path = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
             hub_kwargs = {name: hub_kwargs[name] for name in hub_kwargs.keys() - {"revision", "subfolder"}}
         return cls.config_class.from_pretrained(name_or_path, **hub_kwargs)
