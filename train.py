@@ -47,6 +47,7 @@ from hf_vit_scratch import (
     ViTScratchConfig,
     ViTScratchForImageClassification,
     ViTScratchForMaskedImageModeling,
+    auto_config,
     inspection,
     machine,
 )
@@ -54,6 +55,7 @@ from hf_vit_scratch.arguments import (
     IMAGES_LINE,
     Arguments,
     ModelArguments,
+    chosen_before,
     claimed,
     model_config,
     parse_recipe,
@@ -126,10 +128,13 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     if not data_args.streaming:
         refuse_other_images(checkpoint, images := fingerprint(splits))
         recipe += f"{IMAGES_LINE}{images}\n"
+    chosen: list[auto_config.Choice] = []
     if training_args.fit_to_images:
-        choices = inspection.fit_to_images(args, splits["train"], given)
-        logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(choices))
-        recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
+        adopted = chosen_before(checkpoint, given)
+        auto_config.set_fields(args, adopted)
+        given |= adopted.keys()
+        recipe += yaml.safe_dump(adopted, sort_keys=False) if adopted else ""
+        chosen = auto_config.fit_sizes(args, splits["train"], given)
 
     # 3. Model
     config, start = model_config(model_args, label_names)
@@ -141,6 +146,10 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     if choices:
         logger.info("Chosen for this machine (a flag overrides it):\n  %s", "\n  ".join(choices))
         recipe += "".join(f"# chosen: {choice}\n" for choice in choices)
+    if training_args.fit_to_images:
+        chosen += auto_config.fit_length(args, config, len(splits["train"]), given)
+        logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(map(str, chosen)))
+        recipe += "".join(f"# {choice.reason}\n{yaml.safe_dump(choice.values, sort_keys=False)}" for choice in chosen)
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         image_processor = ViTImageProcessor(size=size, do_convert_rgb=True)
@@ -163,11 +172,6 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if masked else ViTScratchForImageClassification
         model = model_class(config) if start is None else load_model(model_class, start, config)
-    if training_args.whiten_patches:
-        number = min(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), len(splits["train"]))
-        sample = ImageClassificationDataset(splits["train"].shuffle(seed=seed).select(range(number)), image_processor)
-        whiten_patches(model, sample.__getitems__(range(len(sample)))["pixel_values"])
-
     # 4. Trainer
     if training_args.check:
         training_args.torch_compile = False  # it takes longer than the check
@@ -192,6 +196,11 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         )  # fmt: skip
     else:
         train_dataset = dataset_class(splits["train"], image_processor, stages, mixing, data_seed)
+        if training_args.whiten_patches:
+            if training_args.dataloader_num_workers == 0:
+                train_dataset.keep_on(training_args.device)
+            sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
+            whiten_patches(model, sample["pixel_values"].to(model.device))
     with blame_the_user():
         trainer = ViTTrainer(
             model=model,

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -690,9 +691,10 @@ def test_sample_is_the_same_in_any_batch(augmented):
 @pytest.mark.parametrize(
     ("sizes", "most", "message"),
     [
-        ([(8, 8)] * 4, 4 * 3 * 8 * 8, r"kept on cpu and augmented there in batches \(0.000768 MB\)"),
+        ([(8, 8)] * 4, 4 * 3 * 8 * 8, r"kept on cpu at 8x8 pixels and augmented there in batches \(0.000768 MB\)"),
         ([(8, 8)] * 4, 4 * 3 * 8 * 8 - 1, r"one at a time: together they would take 7.68e-07 GB"),
-        ([(8, 8)] * 3 + [(8, 9)], 2**20, r"one at a time: they are not all of one size"),
+        ([(8, 8)] * 3 + [(8, 9)], 2**20, r"kept on cpu at 24x16 pixels"),
+        ([(30, 8)] * 4, 2**20, r"kept on cpu at 24x16 pixels"),
     ],
 )
 def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, monkeypatch, caplog):
@@ -707,6 +709,73 @@ def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, m
     assert kept == ("kept" in message)
     assert re.search(message, caplog.text)
     assert dataset[1]["pixel_values"].shape == (3, 16, 24)
+
+
+def photographs_in_files(folder, photographs):
+    """Rows with JPEG files of the two photographs, 1280 and 960 pixels wide."""
+    files = []
+    for number, photograph in enumerate(photographs):
+        files.append(str(folder / f"{number}.jpg"))
+        photograph.resize((1280 - 320 * number, 853)).save(files[-1], quality=95)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    return Dataset.from_dict({"image": files, "label": [0, 1]}, features=features)
+
+
+def test_large_photographs_are_decoded_once_and_kept_small(image_processor, photographs, tmp_path, monkeypatch):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(
+        rows, image_processor, [Augmentation((16, 24), random_resized_crop_scale=0.5)]
+    )
+    decoded = []
+    decode = data.decode_image
+
+    def remember(row, **options):
+        decoded.append(decode(row, **options))
+        return decoded[-1]
+
+    monkeypatch.setattr(data, "decode_image", remember)
+
+    assert dataset.keep_on(torch.device("cpu"))
+    for epoch in range(3):
+        dataset.__getitems__([Sample(epoch, 0, 0, 1), Sample(epoch, 0, 1, 0)])
+
+    assert sorted(image.width for image in decoded) == [120, 160]  # an eighth: the least above twice what is kept
+    assert dataset._images.shape == (2, 3, 24, 36)  # 1.5 times the model's, as parts are cut from them
+    whole = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))]).sample(2, seed=0)
+    small = dataset.sample(2, seed=0, stage=0)
+    assert small["pixel_values"].shape == whole["pixel_values"].shape
+
+
+def test_kept_training_images_are_those_of_the_whole_files(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
+    expected = dataset.__getitems__([0, 1])["pixel_values"]
+
+    assert dataset.keep_on(torch.device("cpu"))
+
+    kept = dataset.__getitems__([0, 1])["pixel_values"]
+    assert (kept - expected).abs().mean() < 0.01  # of a range from -1 to 1
+    assert (kept - expected).abs().max() < 0.1
+
+
+def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, image_processor)
+
+    assert dataset.keep_on(torch.device("cpu"))
+
+    expected = image_processor([Image.open(tmp_path / f"{n}.jpg") for n in (0, 1)], return_tensors="pt")
+    assert torch.equal(dataset.__getitems__([0, 1])["pixel_values"], expected["pixel_values"])
+
+
+def test_filters_of_warnings_are_restored_after_decoding(image_processor, photographs, tmp_path):
+    before = list(warnings.filters)
+
+    assert ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor).keep_on(
+        torch.device("cpu")
+    )
+
+    assert list(warnings.filters) == before
 
 
 def test_no_image_is_decoded_for_its_partners_sake(image_processor, photographs, plain, monkeypatch):

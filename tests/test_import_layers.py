@@ -28,6 +28,7 @@ LAYERS = {
     "attention_maps": 4,
     "explorer": 5,
     "trainer": 4,
+    "auto_config": 3,
     "inspection": 5,
     "cards": 2,
     "conversion": 2,

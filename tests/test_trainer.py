@@ -25,7 +25,7 @@ from hf_vit_scratch.data import ImageClassificationDataset, load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.metrics import compute_metrics, summarise_logits
 from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
+from hf_vit_scratch.trainer import LossWatch, ViTTrainer, advising_on_memory
 
 KINDS = {"single_label": {}, "multi_label": {"multi_label": True}, "mixed": {"mixed": True}}
 STYLES = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
@@ -721,3 +721,30 @@ def test_push_that_is_skipped_leaves_the_files_of_the_one_before_alone(strategy,
     trainer._push_from_checkpoint(str(tmp_path / "checkpoint-6"))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("losses", "warned"),
+    [
+        ([1.65, 1.66, 1.64], True),  # the loss of equal probabilities for five classes is 1.61
+        ([1.65, 1.55, 1.50], False),  # it falls
+        ([0.30, 0.30, 0.30], False),  # it has fallen before the first line
+    ],
+)
+@pytest.mark.parametrize("by_time", [True, False], ids=["by time", "by steps"])
+def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_time, caplog):
+    watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
+    args = SimpleNamespace(max_train_minutes=10.0 if by_time else None)
+
+    for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
+        state = SimpleNamespace(global_step=1 if by_time else 1000 * share, max_steps=1000)
+        watch.on_log(args, state, None, logs={"loss": loss, "minutes": 10 * share}, model=model)
+        assert ("has not moved" in caplog.text) == (warned and number >= 2)
+
+    assert caplog.text.count("has not moved") == warned
+
+
+def test_run_whose_rate_is_too_small_says_that_its_loss_does_not_move(tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=30, learning_rate=1e-12).train()
+
+    assert "The loss has not moved in the first 10% of the training: 1." in caplog.text

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from argparse import ArgumentDefaultsHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -439,6 +439,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
         free = set(RESUMABLE)
         if not now.get("streaming") and all(recipe.get("dataloader_num_workers") for recipe in (was, now)):
             free.add("dataloader_num_workers")  # without any, images may be augmented in batches, with other draws
+        if now.get("fit_to_images"):  # what the run has chosen for itself is taken over: `chosen_before`
+            free |= was.keys() - now.keys()
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
         if changed:
             listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
@@ -447,6 +449,20 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
                 f"{begun} begins with, and add --resume_from_checkpoint true."
             )
     return checkpoint
+
+
+def chosen_before(checkpoint: str | None, given: Set[str]) -> dict[str, Any]:
+    """Return the values that the run of a checkpoint chose by its images; none without a checkpoint.
+
+    Args:
+        checkpoint: The result of `resolve_checkpoint`.
+        given: Names of the fields set by a recipe or a flag.
+    """
+    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
+    if begun is None or not begun.is_file():
+        return {}
+    was = yaml.safe_load(begun.read_text(encoding="utf-8")) or {}
+    return {name: value for name, value in was.items() if name not in given}
 
 
 def without_resuming(argv: Sequence[str]) -> list[str]:

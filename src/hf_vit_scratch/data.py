@@ -11,13 +11,16 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import joblib
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
@@ -27,19 +30,20 @@ from PIL import Image
 from pyarrow import compute, types
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import ViTImageProcessor, default_data_collator
 
 from .augmentation import Augmentation, Mixing
 from .batch_transforms import Draws
 from .errors import UserError
-from .image_files import check_header, decode_image, find_image_files, warn_of_others
+from .image_files import check_header, decode_image, find_image_files, size_and_mode, warn_of_others
 from .machine import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
 # Decoded images are kept up to this many bytes per split: Tiny ImageNet (1.2 GB), but not ImageNet.
 DECODED_BYTES_KEPT = 2 * 2**30
+# Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
+KEPT_FOR_CROPS = 1.5
 CORRUPT_POLICIES = ("raise", "skip")
 # Folder names by which image collections mark their splits.
 SPLIT_FOLDERS = {
@@ -348,9 +352,13 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def keep_on(self, device: torch.device) -> bool:
-        """Decode all images once and keep them on a device, to be augmented there in whole batches, if they fit.
+        """Decode all images once and keep them on a device, no larger than needed, if they fit.
 
-        They fit where they are of one size, and take up no more than `DECODED_BYTES_KEPT`.
+        Training images are then augmented there in whole batches. They fit if they take up at most
+        `DECODED_BYTES_KEPT`.
+
+        Args:
+            device: A CPU or a CUDA device.
 
         Returns:
             Whether they are kept.
@@ -361,38 +369,64 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         if not self._tried_to_keep:
             self._tried_to_keep = True
             obstacle = self._decode_all(device)
-            if any(stage is not None for stage in self.stages):  # one line for the training images is enough
+            if self._is_for_training:  # one line for the training images is enough
                 logger.info(
                     "Training images are %s",
                     f"decoded and augmented one at a time: {obstacle}."
                     if self._images is None
-                    else f"kept on {device} and augmented there in batches ({self._images.nbytes / 1e6:.3g} MB).",
+                    else f"kept on {device} at {self._images.shape[3]}x{self._images.shape[2]} pixels and augmented "
+                    f"there in batches ({self._images.nbytes / 1e6:.3g} MB).",
                 )
         return self._images is not None
+
+    @property
+    def _is_for_training(self) -> bool:
+        return any(stage is not None for stage in self.stages)
 
     def _decode_all(self, device: torch.device) -> str:
         """Fill `_images` and return nothing, or say what stands in the way."""
         if device.type not in ("cpu", "cuda"):
             return f"this was not tried on {device.type}"
-        images: Tensor | None = None
-        for start in range(0, len(self), 1000):
-            indices = list(range(start, min(start + 1000, len(self))))
-            for index, row in zip(indices, self.rows[indices]["image"], strict=True):
-                pixels = pil_to_tensor(decode_image(row, name=f"image {index}"))
-                if images is None:
-                    if len(self) * pixels.nbytes > DECODED_BYTES_KEPT:
-                        return f"together they would take {len(self) * pixels.nbytes / 1e9:.3g} GB"
-                    images = pixels.new_empty((len(self), *pixels.shape))
-                if pixels.shape != images.shape[1:]:
-                    return "they are not all of one size"
-                images[index] = pixels
-        if images is not None:
-            try:
-                self._images = images.to(device)
-            except torch.OutOfMemoryError:
-                return f"they do not fit on {device}"
-            self._labels = torch.tensor(self.rows["label"][:], device=device)
+        height, width = self._kept_size()
+        if len(self) * 3 * height * width > DECODED_BYTES_KEPT:
+            return f"together they would take {len(self) * 3 * height * width / 1e9:.3g} GB"
+        images = torch.empty((len(self), 3, height, width), dtype=torch.uint8)
+        size = {"height": height, "width": width}
+        # Evaluation sees the pixels of a pipeline. Training may take the smaller versions that a JPEG file holds.
+        enough = 2 * max(height, width) if self._is_for_training else None
+
+        def decode(index: int, row: dict[str, Any]) -> None:
+            image = decode_image(row, name=f"image {index}", enough=enough)
+            resized = self.image_processor(image, size=size, do_rescale=False, do_normalize=False, return_tensors="pt")
+            images[index] = resized["pixel_values"][0]
+
+        # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
+        with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
+            for start in range(0, len(self), 1000):
+                indices = range(start, min(start + 1000, len(self)))
+                for _ in pool.map(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
+                    pass
+        try:
+            self._images = images.to(device)
+        except torch.OutOfMemoryError:
+            return f"they do not fit on {device}"
+        self._labels = torch.tensor(self.rows["label"][:], device=device)
         return ""
+
+    def _kept_size(self) -> tuple[int, int]:
+        """Height and width of kept images: their own if all are alike and small, else what the model needs of them."""
+        size = self.image_processor.size
+        height, width = size["height"], size["width"]
+        margin = KEPT_FOR_CROPS if any(stage and stage.random_resized_crop_scale for stage in self.stages) else 1.0
+        height, width = round(margin * height), round(margin * width)
+        own: tuple[int, int] | None = None
+        for start in range(0, len(self), 1000):
+            for index, row in enumerate(self.rows[start : start + 1000]["image"], start):
+                (w, h), _ = size_and_mode(row, name=f"image {index}")
+                own = own or (h, w)
+                if (h, w) != own or h > height or w > width:
+                    return height, width
+        return own or (height, width)
 
     def __getitem__(self, key: int | Sample) -> dict[str, Tensor]:
         return {name: batch[0] for name, batch in self.__getitems__([key]).items()}
@@ -404,6 +438,17 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             set_up_worker_process()
         batch = self.begin(keys)
         return batch if in_worker and self.finish_later else self.preparation.finish(batch)
+
+    def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Tensor]:
+        """Return up to `size` random images as one batch, by default without augmentation.
+
+        Args:
+            size: Largest number of images.
+            seed: Chooses the images.
+            stage: Index into `stages`; the last one of training has no augmentation.
+        """
+        rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
+        return self.__getitems__([Sample(0, stage, *pair) for pair in zip(rows, rows[1:] + rows[:1], strict=True)])
 
     def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
         """A whole batch, for `Preparation.finish`."""

@@ -1,120 +1,36 @@
-"""A look at the data before a long run: sizes chosen to fit it, and a short trial of the model."""
+"""A look at the data before a long run, and a short trial of the model."""
 
 import itertools
 import math
 import time
-from collections import Counter
-from collections.abc import Set
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import datasets
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import find_batch_size
 
-from .arguments import Arguments
-from .data import ImageClassificationDataset, Sample
-from .image_files import size_and_mode
+from .auto_config import sizes_and_modes
+from .data import ImageClassificationDataset
 from .trainer import ViTTrainer
 
-LOOKED_AT = 500  # images of which modes and sizes are counted
 OVERFITTED = 64  # images that the model must be able to learn by heart
 MAX_STEPS = 200
 SECONDS = 5.0  # for each measurement of speed
-IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
-SMALL_MODEL = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768}
-LARGE_MODEL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
-
-
-def fit_to_images(args: Arguments, rows: Dataset, given: Set[str]) -> list[str]:
-    """Choose sizes, batches, epochs and augmentation by the training images and the device.
-
-    Rules of thumb for training from random weights: many passes and strong augmentation where images are few, no image
-    made larger than it is, and on a CPU no more than 64 tokens.
-
-    Args:
-        args: Changed in place: the fields that are not in `given`.
-        rows: The training split of `load_splits`.
-        given: Names of the fields that a recipe or a flag has set, which stay.
-
-    Returns:
-        One line for each choice, with its reason.
-    """
-    model, _, augmentation, mixing, training = args
-    number, on_cpu = len(rows), training.device.type == "cpu"
-    sides, _ = _sizes_and_modes(rows)
-    side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
-    lines = []
-
-    def choose(part: Any, reason: str, **values: Any) -> None:
-        if not given & values.keys():  # these belong together: none, where one of them is given
-            for name, value in values.items():
-                setattr(part, name, value)
-            lines.append(f"{', '.join(f'{name} {_plain(value)}' for name, value in values.items())}: {reason}")
-
-    largest = 64 if on_cpu else 224
-    image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
-    choose(
-        model,
-        f"half of the images are {side} pixels or less on their shorter side"
-        + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
-        image_size=[image_size],
-    )
-    pixels = ((model.image_size or []) * 2)[:2]  # height and width
-    tokens = 64 if on_cpu or max(pixels) <= 64 else 256
-    patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
-    patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
-    if "model" not in given:  # which has sizes of its own
-        small = on_cpu or number < 20_000
-        choose(model, f"at most {tokens} tokens", patch_size=[patch_size])
-        choose(model, "a CPU" if on_cpu else f"{number} images", **(SMALL_MODEL if small else LARGE_MODEL))
-
-    batch_size = 2 ** round(math.log2(min(max(number / 20, 16), 128 if on_cpu else 512)))
-    choose(training, f"about 20 or more steps in a pass over {number} images", per_device_train_batch_size=batch_size)
-    if training.max_steps > 0:
-        images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-        epochs = training.max_steps * images_per_step / number
-    else:
-        epochs = float(round(min(max(300 * (1000 / number) ** 0.5, 30), 300)))
-        choose(training, f"the fewer images, the more passes; {number} images", num_train_epochs=epochs)
-        epochs = training.num_train_epochs
-
-    if alike and max(sides[0]) <= max(pixels):
-        choose(augmentation, "small images, all of one size", crop_padding=max(1, min(pixels) // 8))
-    else:
-        least = 0.35 if number < 20_000 else 0.2
-        choose(augmentation, "images of many sizes, or larger than the model's", random_resized_crop_scale=least)
-    if epochs >= 60:
-        passes = f"{epochs:.0f} passes over the same images"
-        choose(augmentation, passes, auto_augment="trivialaugment")
-        if training.task == "image-classification":
-            choose(mixing, passes, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.5)
-    return lines
-
-
-def _plain(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value
-
-
-def _sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
-    """(width, height) of some of the images, and how many there are of each mode."""
-    chosen = np.random.default_rng(0).permutation(len(rows))[:LOOKED_AT].tolist()
-    encoded = rows.cast_column("image", datasets.Image(decode=False))[chosen]["image"]
-    found = [size_and_mode(row, f"image {number}") for number, row in zip(chosen, encoded, strict=True)]
-    return np.array([size for size, _ in found]), Counter(mode for _, mode in found)
+TRIAL_SECONDS = 45.0  # of real training
+LEAST_GAIN = 0.02  # share of the first loss that a trial must take off
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     """Print what was found, write a sheet of training images as the model sees them, and end in a verdict.
 
     Looked at: the balance of classes, modes and sizes of images, parameters without a gradient, whether the model can
-    learn 64 images by heart, and whether loading or computing bounds the speed. The model is left trained on those 64.
+    learn 64 images by heart, whether loading or computing bounds the speed, the expected minutes, and whether the loss
+    moves in the first seconds of real training.
 
     Args:
         trainer: As for training; its model is used up.
@@ -126,8 +42,11 @@ def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     """
     problems = [*_classes(splits), *_images(splits["train"], trainer)]
     problems += _unused_parameters(trainer)
+    untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     problems += _overfit(trainer)
+    trainer.model.load_state_dict(untrained)
     data_report(trainer)
+    problems += _trial(trainer)
     output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / "samples.png"
     _sheet(trainer, splits["train"].features["label"].names).save(path)
@@ -162,7 +81,7 @@ def _classes(splits: DatasetDict) -> list[str]:
 
 
 def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
-    sides, modes = _sizes_and_modes(rows)
+    sides, modes = sizes_and_modes(rows)
     size = trainer.model.config.image_height_width
     counted = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
     (width, height), (widest, highest) = sides.min(axis=0), sides.max(axis=0)
@@ -175,9 +94,7 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
 
 
 def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
-    dataset: Any = trainer.train_dataset
-    rows = np.random.default_rng(1).permutation(len(dataset))[:size].tolist()
-    batch = dataset.__getitems__([Sample(0, stage, *pair) for pair in zip(rows, rows[1:] + rows[:1], strict=True)])
+    batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(size, seed=1, stage=stage)
     return batch["pixel_values"], batch["labels"]
 
 
@@ -209,6 +126,37 @@ def _overfit(trainer: ViTTrainer) -> list[str]:
     if accuracy < 0.9:
         return [f"The model has learnt only {accuracy:.0%} of {len(ids)} images by heart. Are labels and images those "
                 "that belong together (see the samples)? Is the model too small, or dropout high?"]  # fmt: skip
+    return []
+
+
+def _trial(trainer: ViTTrainer) -> list[str]:
+    """Train as the run would, for some seconds, with a rate that warms up over the first half of them."""
+    optimizer = trainer.create_optimizer()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
+    losses: list[float] = []
+    trainer.model.train()
+    start = time.perf_counter()
+    while (progress := (time.perf_counter() - start) / TRIAL_SECONDS) < 1:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(1.0, 2 * progress)
+        batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
+        with trainer.compute_loss_context_manager():
+            loss = trainer.model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    part = math.ceil(len(losses) / 10)
+    first, last = np.mean(losses[:part]), np.mean(losses[-part:])
+    moves = last < (1 - LEAST_GAIN) * first
+    print(
+        f"Trial      loss {first:.3f} at first, {last:.3f} after {len(losses)} steps ({TRIAL_SECONDS:g} s): it "
+        f"{'falls' if moves else 'has hardly moved'}"
+    )
+    if not moves:
+        return ["The loss has hardly moved in a short trial. Do the labels belong to the images (see the samples)? "
+                "Else try a lower --learning_rate, or fewer augmentations."]  # fmt: skip
     return []
 
 
@@ -244,7 +192,22 @@ def data_report(trainer: ViTTrainer) -> str:
             and dataset.keep_on(trainer.args.device)
         )
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
+    print(f"Time       {_expected_time(trainer, min(loading, computing))}")
     return bound
+
+
+def _expected_time(trainer: ViTTrainer, speed: float) -> str:
+    """Return what training will take at so many images per second and process, in words."""
+    args, number = trainer.args, len(cast(ImageClassificationDataset, trainer.train_dataset))
+    speed *= args.world_size
+    passes = args.num_train_epochs
+    if args.max_steps > 0:
+        images_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        passes = args.max_steps * images_per_step / number
+    minutes = passes * number / speed / 60
+    if args.max_train_minutes is not None and args.max_train_minutes < minutes:
+        passes, minutes = passes * args.max_train_minutes / minutes, args.max_train_minutes
+    return f"about {minutes:.1f} minutes of training, {passes:.0f} passes over the images"
 
 
 def _images_per_second(step: Any) -> float:
