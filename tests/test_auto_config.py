@@ -80,7 +80,8 @@ def test_large_photographs_get_a_large_image_on_a_gpu_and_a_small_one_on_a_cpu(m
 
 
 def test_few_images_come_in_smaller_batches():
-    assert fitted([(32, 32)] * 100)[0]["per_device_train_batch_size"] == 16
+    assert fitted([(32, 32)] * 16)[0]["per_device_train_batch_size"] == 16
+    assert fitted([(32, 32)] * 100)[0]["per_device_train_batch_size"] == 32
     assert fitted([(32, 32)] * 3_000)[0]["per_device_train_batch_size"] == 128
 
 

@@ -109,8 +109,9 @@ def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
             "smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6
         )  # fmt: skip
 
-    batch_size = 2 ** round(math.log2(min(max(number / 20, 16), 128 if on_cpu else 512)))
-    chooser.choose(f"about 20 or more steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
+    steps = math.ceil(number / batch_size)
+    chooser.choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
     if alike and max(sides[0]) <= max(pixels):
         chooser.choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
