@@ -4,15 +4,13 @@
     python train.py recipes/cifar10_cpu.yaml --learning_rate 1e-3     a recipe, and a flag that overrides it
     accelerate launch train.py recipes/cifar10_cpu.yaml               many devices
 
-Every flag is a field of a dataclass of `hf_vit_scratch.arguments` or of transformers' `TrainingArguments`;
+Every flag is a field of a dataclass of `hf_vit_scratch.training.arguments` or of transformers' `TrainingArguments`;
 `python train.py --help` lists them.
 """
 
-import gc
 import json
 import logging
 import math
-import os
 import shlex
 import signal
 import sys
@@ -21,21 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
-
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
-    # It ends here, before the rest takes seconds to load; and without a search for garbage among all that torch has
-    # made, on the way or at the exit, which is a third of the time.
-    gc.disable()
-    sys.modules["peft"] = None  # type: ignore[assignment]  # not to be loaded, as transformers does where it is there
-    from hf_vit_scratch.arguments import parse_recipe
-
-    try:
-        parse_recipe(["--help"], DEFAULT_RECIPE)
-    except SystemExit:
-        sys.stdout.flush()
-        os._exit(0)
-
 import yaml
 from datasets import Dataset
 from transformers import ViTImageProcessor, set_seed
@@ -43,15 +26,29 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, PredictionOutput
 from transformers.utils import IMAGE_PROCESSOR_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from hf_vit_scratch import (
-    ViTScratchConfig,
-    ViTScratchForImageClassification,
-    ViTScratchForMaskedImageModeling,
-    auto_config,
-    inspection,
-    machine,
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.data.augmentation import training_stages
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.images import decode_image
+from hf_vit_scratch.data.masking import MaskedImageDataset, plot_reconstructions
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.splits import fingerprint, load_splits
+from hf_vit_scratch.data.streaming import ImageClassificationStream, stream_splits
+from hf_vit_scratch.errors import UserError, blame_the_user
+from hf_vit_scratch.evaluation.figures import plot_curves, plot_mistakes
+from hf_vit_scratch.evaluation.metrics import (
+    METRIC_NAMES,
+    compute_metrics,
+    detailed_report,
+    most_confident_mistakes,
+    summarise_logits,
 )
-from hf_vit_scratch.arguments import (
+from hf_vit_scratch.evaluation.model_card import MISTAKES, describe_machine
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPreTrainedModel, onednn_is_faster
+from hf_vit_scratch.speed import hardware as machine
+from hf_vit_scratch.training import auto_config
+from hf_vit_scratch.training import sanity_check as inspection
+from hf_vit_scratch.training.arguments import (
     IMAGES_LINE,
     Arguments,
     ModelArguments,
@@ -65,25 +62,10 @@ from hf_vit_scratch.arguments import (
     stage_arguments,
     without_resuming,
 )
-from hf_vit_scratch.augmentation import Mixing, training_stages
-from hf_vit_scratch.cards import MISTAKES, describe_machine
-from hf_vit_scratch.data import ImageClassificationDataset, fingerprint, load_splits
-from hf_vit_scratch.errors import UserError, blame_the_user
-from hf_vit_scratch.figures import plot_curves, plot_mistakes
-from hf_vit_scratch.image_files import decode_image
-from hf_vit_scratch.masking import MaskedImageDataset, plot_reconstructions
-from hf_vit_scratch.metrics import (
-    METRIC_NAMES,
-    compute_metrics,
-    detailed_report,
-    most_confident_mistakes,
-    summarise_logits,
-)
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchPreTrainedModel, onednn_is_faster
-from hf_vit_scratch.streaming import ImageClassificationStream, stream_splits
-from hf_vit_scratch.trainer import ViTTrainer, advising_on_memory
-from hf_vit_scratch.whitening import NUM_PATCHES, whiten_patches
+from hf_vit_scratch.training.trainer import ViTTrainer, advising_on_memory
+from hf_vit_scratch.training.whitening import NUM_PATCHES, whiten_patches
 
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 NUM_MISTAKES = 24  # in the picture of the most confident ones
 
 logger = logging.getLogger("train")

@@ -23,8 +23,8 @@ from torchvision.transforms import v2
 from transformers import BertConfig, BertModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from hf_vit_scratch.conversion import BertComposite
-from hf_vit_scratch.data import load_splits
+from hf_vit_scratch.conversion.weights import BertComposite
+from hf_vit_scratch.data.splits import load_splits
 
 HIDDEN_SIZE, IMAGE_SIZE, PATCH_SIZE = 256, 32, 4
 

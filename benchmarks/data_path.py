@@ -27,10 +27,12 @@ from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
-from hf_vit_scratch.augmentation import Augmentation, Mixing
-from hf_vit_scratch.data import EpochSampler, ImageClassificationDataset, collate
-from hf_vit_scratch.image_files import decode_image
-from hf_vit_scratch.machine import keep_freed_memory
+from hf_vit_scratch.data.augmentation import Augmentation
+from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
+from hf_vit_scratch.data.images import decode_image
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.sampler import EpochSampler
+from hf_vit_scratch.speed.hardware import keep_freed_memory
 
 SECONDS = 3.0  # that each part is measured in a round
 BATCH = 64

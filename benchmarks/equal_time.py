@@ -32,10 +32,10 @@ from datasets import Dataset, concatenate_datasets
 from torch import nn
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.data import load_splits
-from hf_vit_scratch.machine import bf16_is_fast, choose_attention, choose_muon_dtype
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.optimization import MuonWithAdamW, parameter_groups
+from hf_vit_scratch.data.splits import load_splits
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
+from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, choose_muon_dtype
+from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

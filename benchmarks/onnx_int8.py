@@ -20,7 +20,8 @@ from transformers import AutoImageProcessor
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.data import ImageClassificationDataset, load_splits
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.splits import load_splits
 
 Predict = Callable[[np.ndarray], np.ndarray]  # images (B, C, height, width) -> logits (B, L)
 

@@ -134,9 +134,11 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     import torch
     from transformers import ViTImageProcessor
 
-    from hf_vit_scratch.augmentation import Augmentation, Mixing
-    from hf_vit_scratch.data import ImageClassificationDataset, load_splits
-    from hf_vit_scratch.machine import keep_freed_memory
+    from hf_vit_scratch.data.augmentation import Augmentation
+    from hf_vit_scratch.data.dataset import ImageClassificationDataset
+    from hf_vit_scratch.data.mixup import Mixing
+    from hf_vit_scratch.data.splits import load_splits
+    from hf_vit_scratch.speed.hardware import keep_freed_memory
 
     keep_freed_memory()
     torch.manual_seed(seed)
@@ -195,7 +197,7 @@ def train_by_the_clock(model: Any, train: Any, seconds: float, seed: int) -> tup
     import torch
     from torch.nn import functional as F
 
-    from hf_vit_scratch.data import EpochSampler
+    from hf_vit_scratch.data.sampler import EpochSampler
 
     batch_size = 2 ** round(math.log2(min(max(len(train) / 4, 16), 128)))  # the recipe's rule
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)

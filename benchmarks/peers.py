@@ -8,7 +8,7 @@ A round runs every model once, one after the other in a new order; a ratio is th
 same round, so above 1 we are the faster. Given are the median over the rounds and the quartiles beside it. "Ours
 again" is a second copy of ours: as far as its ratio is from 1, others may be by chance. Training is a whole step:
 forward, loss, backward, AdamW. bf16 is autocast in training, as the Trainer does it, and bfloat16 weights in
-inference; "default" is what each has by itself: ours the precision that `hf_vit_scratch.machine` chooses, the others
+inference; "default" is what each has by itself: ours the precision that `speed/hardware.py` chooses, the others
 fp32. "Products" are the matrix products of the model alone, forward and backward, with everything contiguous, each
 through the library (on a CPU, MKL or oneDNN) that is the faster for it: the limit for every model that multiplies
 these matrices. Peak memory is what the process needs beyond the imported libraries; on the CPU it is measured first,
@@ -42,9 +42,9 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassifica
 from vit_pytorch import ViT as VitPytorchViT
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.cards import describe_machine
-from hf_vit_scratch.conversion import BertComposite
-from hf_vit_scratch.machine import bf16_is_fast, choose_attention, keep_freed_memory
+from hf_vit_scratch.conversion.weights import BertComposite
+from hf_vit_scratch.evaluation.model_card import describe_machine
+from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, keep_freed_memory
 
 SECONDS_PER_MEASUREMENT = 0.4
 BUSY = 0.1  # share of the cores that others may take before the machine counts as busy

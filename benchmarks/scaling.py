@@ -23,7 +23,7 @@ from peers import SIZES, Case, Size, build_ours, floating_point_operations, prep
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_vit_scratch.machine import bf16_is_fast, choose_attention
+from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention
 
 BASE = SIZES["32x32"]
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.arguments import ViTTrainingArguments
-from hf_vit_scratch.machine import choose_attention, keep_freed_memory
-from hf_vit_scratch.trainer import ViTTrainer
+from hf_vit_scratch.speed.hardware import choose_attention, keep_freed_memory
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 WARM_UP = 3  # steps that are not counted
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_vit_scratch.equivalence import randomise_
+from hf_vit_scratch.conversion.parity import randomise_
 
 __all__ = ["TINY", "assert_equal", "randomise_"]
 

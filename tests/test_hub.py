@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import AutoModelForMaskedImageModeling, pipeline
 
-from hf_vit_scratch.configuration_vit_scratch import AUTO_MAP
+from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")

@@ -21,10 +21,11 @@ from transformers import AutoModelForImageClassification, TrainerCallback, ViTIm
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.arguments import ViTTrainingArguments
-from hf_vit_scratch.data import ImageClassificationDataset, load_splits
-from hf_vit_scratch.metrics import compute_metrics, summarise_logits
-from hf_vit_scratch.trainer import ViTTrainer
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.splits import load_splits
+from hf_vit_scratch.evaluation.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

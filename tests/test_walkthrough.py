@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 FOLDER = Path(__file__).parent.parent / "walkthrough"
 STEPS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import torch.distributed
+
+sys.path.insert(0, str(Path(__file__).with_name("training")))
 from test_trainer import KINDS, train_and_report
 
 output = Path(sys.argv[1])

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 
 def softmax_as_written(scores):
@@ -59,7 +59,7 @@ assert np.isfinite(shares).all()
 
 # %% [markdown]
 # Is it right? Each step of this walkthrough asks that, and lets the computer answer: the lines above against the
-# function of this package (`hf_vit_scratch.reference`) and against PyTorch, on random scores, in 64-bit floating point
+# function of this package (`reference.py`) and against PyTorch, on random scores, in 64-bit floating point
 # numbers. Where a sentence says that two things are equal, the code below it stops with an error if they are not.
 
 # %%

@@ -28,7 +28,7 @@ from matplotlib.patches import Rectangle
 from sklearn.datasets import load_sample_image
 from torch.nn import functional as F
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 
 def softmax(scores):

@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 from sklearn.datasets import load_sample_image
 from torch import nn
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 
 def multi_head_attention(x, w_q, w_k, w_v, w_o):

@@ -20,7 +20,7 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 from torch.nn import functional as F
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 
 def masked_attention(query, key, value, mask):

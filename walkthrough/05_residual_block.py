@@ -22,7 +22,7 @@ import torch
 from matplotlib.colors import LogNorm
 from torch import nn
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 
 def residual_block(x, heads, w_o, ffn):

@@ -15,7 +15,7 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 from torch.nn import functional as F
 
-from hf_vit_scratch import reference
+from hf_vit_scratch.model import reference
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
 image = np.asarray(photograph).transpose(2, 0, 1) / 255  # (3, 224, 224): colour, row, column

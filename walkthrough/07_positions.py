@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from hf_vit_scratch import reference
-from hf_vit_scratch.modeling_vit_scratch import sincos2d_positions
+from hf_vit_scratch.model import reference
+from hf_vit_scratch.model.modeling_vit_scratch import sincos2d_positions
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
 image = np.asarray(photograph).transpose(2, 0, 1) / 255

@@ -30,9 +30,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchModel, reference
-from hf_vit_scratch.equivalence import randomise_
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchLayer
+from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
+from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.model import reference
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 
 
 def gelu(x):

@@ -19,8 +19,8 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from hf_vit_scratch.checkpoints import from_bert
-from hf_vit_scratch.equivalence import randomise_
+from hf_vit_scratch.conversion.convert import from_bert
+from hf_vit_scratch.conversion.parity import randomise_
 
 config = BertConfig(
     hidden_size=256,

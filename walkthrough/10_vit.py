@@ -30,9 +30,10 @@ from sklearn.datasets import load_sample_image
 from transformers import ViTConfig, ViTModel
 from transformers import initialization as init
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, reference
-from hf_vit_scratch.checkpoints import from_vit
-from hf_vit_scratch.equivalence import randomise_
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.conversion.convert import from_vit
+from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.model import reference
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
 image = np.asarray(photograph).transpose(2, 0, 1) / 127.5 - 1

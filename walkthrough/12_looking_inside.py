@@ -15,7 +15,8 @@ import torch
 from sklearn.datasets import load_digits
 from transformers.utils.logging import disable_progress_bar
 
-from hf_vit_scratch import ViTScratchForImageClassification, attention_maps
+from hf_vit_scratch import ViTScratchForImageClassification
+from hf_vit_scratch.interpretation import attention_maps
 
 disable_progress_bar()
 

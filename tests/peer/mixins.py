@@ -25,7 +25,7 @@ from hf_vit_scratch import (
     ViTScratchForMaskedImageModeling,
     ViTScratchModel,
 )
-from hf_vit_scratch.modeling_vit_scratch import ViTScratchPatchEmbeddings
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPatchEmbeddings
 
 # What would fail, and why it may. What a test skips by itself, pytest lists.
 EXCLUDED = {
@@ -105,7 +105,7 @@ class Models(ModelTesterMixin):
 
     def test_model_weights_reload_no_missing_tied_weights(self):
         # The test puts other weights into the file of a saved model, which our checksums are there to refuse.
-        with mock.patch("hf_vit_scratch.modeling_vit_scratch.write_checksums"):
+        with mock.patch("hf_vit_scratch.model.modeling_vit_scratch.write_checksums"):
             super().test_model_weights_reload_no_missing_tied_weights()
 
     def test_model_get_set_embeddings(self):

@@ -8,9 +8,9 @@ import pytest
 from test_train_script import ROOT, SMALL, train
 from test_trainer import make_trainer
 
-from hf_vit_scratch import arguments, trainer
-from hf_vit_scratch.arguments import ViTTrainingArguments, claimed
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.training import arguments, trainer
+from hf_vit_scratch.training.arguments import ViTTrainingArguments, claimed
 
 
 def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times, figure):

@@ -13,9 +13,9 @@ from test_train_script import SMALL, train
 from test_trainer import make_trainer
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.arguments import ViTTrainingArguments, resolve_checkpoint
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.modeling_vit_scratch import CHECKSUMS, damaged_files
+from hf_vit_scratch.model.modeling_vit_scratch import CHECKSUMS, damaged_files
+from hf_vit_scratch.training.arguments import ViTTrainingArguments, resolve_checkpoint
 
 
 @pytest.fixture(scope="module")

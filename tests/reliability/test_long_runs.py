@@ -12,7 +12,7 @@ from test_train_script import SMALL, train
 from test_trainer import make_trainer
 from transformers import TrainerCallback
 
-from hf_vit_scratch.machine import can_compile
+from hf_vit_scratch.speed.hardware import can_compile
 
 STEPS = 3000
 ALLOWED = 400  # bytes per step: the log takes some

@@ -1,0 +1,1 @@
+"""Weights from and to other libraries, and how equal the results are."""

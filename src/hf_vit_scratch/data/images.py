@@ -1,0 +1,154 @@
+"""Image files: which of a folder's files they are, and how one is opened and decoded."""
+
+import io
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from PIL import ExifTags, Image
+from transformers.image_utils import load_image
+
+from ..errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
+MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
+# Pillow starts Ghostscript for these.
+PROGRAM_FORMATS = ("EPS",)
+# Modes of one channel whose values RGB cannot hold: Pillow clips them at 255.
+WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+
+
+def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], Counter[str]]:
+    """The images in a folder, however deep, by their suffixes, and the other files' suffixes with their numbers.
+
+    What is hidden is in neither: files and folders whose name begins with a dot, such as the copies that notebooks
+    keep in `.ipynb_checkpoints`.
+
+    Args:
+        folder: Where to look.
+        folder_links: What to do with links to folders: `"skip"`, `"follow"`, each folder once, or `"refuse"`.
+
+    Raises:
+        UserError: There is a link to a folder, and `folder_links` is `"refuse"`.
+    """
+    found, others, seen = [], Counter[str](), {os.path.realpath(folder)}
+    for parent, folders, names in os.walk(folder, followlinks=folder_links == "follow"):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if folder_links == "follow":  # a link may lead upwards
+            real = {os.path.realpath(Path(parent, name)): name for name in folders}
+            folders[:] = [name for path, name in real.items() if path not in seen]
+            seen |= real.keys()
+        elif folder_links == "refuse" and (links := [name for name in folders if Path(parent, name).is_symlink()]):
+            path = Path(parent, links[0])
+            raise UserError(f"{path} leads to {path.resolve()}. If that is meant, give --follow_links true.")
+        for name in names:
+            suffix = os.path.splitext(name)[1].lower()
+            if name.startswith("."):
+                continue
+            if suffix in SUFFIXES:
+                found.append(os.path.join(parent, name))
+            else:
+                others[suffix or "without a suffix"] += 1
+    # In the order of paths, but as strings, for there may be a million.
+    return [Path(path) for path in sorted(found, key=lambda path: path.split(os.sep))], others
+
+
+def warn_of_others(folder: Path, others: Counter[str]) -> None:
+    """Say which files of a folder are not used, of the second result of `find_image_files`."""
+    if others:
+        most_first = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+        listed = ", ".join(f"{number} {suffix}" for suffix, number in most_first[:5])
+        if len(most_first) > 5:
+            listed += f", {sum(number for _, number in most_first[5:])} more"
+        logger.warning("%s: files that are no images by their names are not used: %s", folder, listed)
+
+
+@contextmanager
+def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
+    """Open an encoded image, of which only the header is read until its pixels are asked for.
+
+    Args:
+        row: `path` and `bytes` of the image, one of which may be None: `datasets.Image(decode=False)`.
+        name: Names the image in an error where it has no path.
+
+    Raises:
+        UserError: It cannot be opened, or what is done with it fails.
+    """
+    path, content = (None, None) if row is None else (row["path"], row["bytes"])
+    if path is None and content is None:
+        raise UserError(f"{name} is missing: its row holds no image. Delete or fill the row.")
+    try:
+        with warnings.catch_warnings():
+            # A palette with transparency, or slightly damaged EXIF data: the image is fine.
+            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours comes before it
+            source: Any = path if content is None else io.BytesIO(content)
+            with Image.open(source) as image:
+                if image.format in PROGRAM_FORMATS:
+                    raise UserError(f"{image.format} is a program that draws")
+                if image.width * image.height > MAX_PIXELS:
+                    raise UserError(f"{image.width}x{image.height} are more than {MAX_PIXELS / 1e6:g} million pixels")
+                yield image
+    except Exception as error:  # Pillow's decoders raise many types on damaged data, even NotImplementedError
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path or name} cannot be decoded as an image ({reason}). Delete or replace it.") from error
+
+
+def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = None) -> Image.Image:
+    """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
+
+    Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
+
+    Args:
+        row: As of `open_image`.
+        name: As of `open_image`.
+        enough: Pixels on each side from which on the image may be smaller than it is. The decoder of JPEG then reads
+            a half, a quarter or an eighth of the pixels, in a fraction of the time.
+
+    Raises:
+        UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them to white.
+    """
+    with open_image(row, name) as image:
+        if image.mode in WIDE_MODES:
+            plain = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
+            low, high = cast(tuple[float, float], plain.getextrema())
+            if high > 255 or (image.mode == "F" and 0 < high <= 1):
+                raise UserError(f"its grey values go from {low:g} to {high:g} instead of 255: save it with 8 bits")
+        if enough is not None:
+            image.draft(None, (enough, enough))  # without effect on other formats
+        return load_image(image)
+
+
+def check_header(file: Path) -> None:
+    """Find out fast whether a file is an image.
+
+    Raises:
+        UserError: It is none, or one that `decode_image` refuses by its mode.
+    """
+    with open_image({"path": str(file), "bytes": None}, str(file)) as image:
+        wide = image.mode in WIDE_MODES
+    if wide:  # they are rare
+        decode_image({"path": str(file), "bytes": None}, str(file))
+
+
+def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int], str]:
+    """Width and height of an encoded image, upright, in pixels, and its mode, by its header.
+
+    Args:
+        row: As of `open_image`.
+        name: As of `open_image`.
+
+    Raises:
+        UserError: It cannot be opened.
+    """
+    with open_image(row, name) as image:
+        lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return (image.size[::-1] if lies_on_its_side else image.size), image.mode

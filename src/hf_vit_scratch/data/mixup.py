@@ -1,0 +1,103 @@
+"""Mixtures of two training images, and the targets of training."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.special import betaincinv
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import UserError
+from .transforms import (
+    Draws,
+    rectangle_mask,
+)
+
+
+class Mixing:
+    """The targets of training: class probabilities, smoothed, and mixed together with the images.
+
+    MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1), CutMix (Yun et al. 2019,
+    https://arxiv.org/abs/1905.04899, equation 1), one of the two by chance where both are chosen, and label smoothing
+    (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7).
+
+    Args:
+        num_classes: L.
+        mixup_alpha: Share from Beta(alpha, alpha); 0 for no MixUp.
+        cutmix_alpha: The same for the area of CutMix.
+        mixing_prob: Probability that an image is mixed at all.
+        label_smoothing: Probability mass that is spread evenly over all classes.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        mixup_alpha: float = 0.0,
+        cutmix_alpha: float = 0.0,
+        mixing_prob: float = 1.0,
+        label_smoothing: float = 0.0,
+    ):
+        for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
+            if not 0 <= alpha < float("inf"):
+                raise UserError(f"{name} must be 0 or more, got {alpha}.")
+        if not 0 <= mixing_prob <= 1:
+            raise UserError(f"mixing_prob must lie in [0, 1], got {mixing_prob}.")
+        if not 0 <= label_smoothing < 1:
+            raise UserError(f"label_smoothing_factor must lie in [0, 1), got {label_smoothing}.")
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self.mixup_alpha = mixup_alpha
+        self.cutmix_alpha = cutmix_alpha
+        self.mixing_prob = mixing_prob if mixup_alpha or cutmix_alpha else 0.0
+
+    @property
+    def changes_targets(self) -> bool:
+        """Whether targets are anything else than class ids."""
+        return bool(self.mixing_prob or self.label_smoothing)
+
+    def draw(self, image_size: Sequence[int], draws: Draws) -> tuple[Tensor, Tensor]:
+        """How images are to be mixed with others of their size.
+
+        Returns:
+            For `mix`, (B, 5): the share of the image where it is not cut, and the rectangle that is cut out of it,
+            by top, left, height, width. And the share of its target, (B,).
+        """
+        cut = draws.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))
+        quantile = draws.uniform()
+        share = np.where(
+            cut,
+            betaincinv(self.cutmix_alpha or 1.0, self.cutmix_alpha or 1.0, quantile),
+            betaincinv(self.mixup_alpha or 1.0, self.mixup_alpha or 1.0, quantile),
+        )
+        # A rectangle of the other share of the area about a pixel; what of it lies outside the image is cut off.
+        half = np.sqrt(1 - share) / 2
+        (top, bottom), (left, right) = (
+            np.clip(draws.integers(side) + np.array([-1, 1])[:, None] * (half * side).astype(int), 0, side)
+            for side in image_size
+        )
+        kept = np.where(cut, 1 - (bottom - top) * (right - left) / math.prod(image_size), share)
+        mixture = np.stack((np.where(cut, 1.0, share), top, left, (bottom - top) * cut, right - left), axis=1)
+        return torch.from_numpy(mixture).float(), torch.from_numpy(kept).float()
+
+    @staticmethod
+    def mix(images: Tensor, others: Tensor, mixture: Tensor) -> Tensor:
+        """Mix another image into each, as `draw` says.
+
+        Shapes: (B, C, height, width) twice, (B, 5) -> float of the first.
+        """
+        own = mixture[:, 0, None, None, None] * ~rectangle_mask(images, mixture[:, 1:])
+        return torch.lerp(others.float(), images.float(), own)  # half of the time of the sum of two products
+
+    def one_hot(self, labels: Tensor) -> Tensor:
+        """Class ids (B,) as probabilities (B, L)."""
+        return F.one_hot(labels, self.num_classes).float()
+
+    def smooth(self, targets: Tensor) -> Tensor:
+        """Probabilities (B, L), smoothed."""
+        return targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes

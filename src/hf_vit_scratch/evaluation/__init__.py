@@ -1,0 +1,1 @@
+"""Metrics, figures, model cards and predictions."""

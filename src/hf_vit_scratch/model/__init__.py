@@ -1,0 +1,1 @@
+"""The model: configuration, forward pass, and the same mathematics in NumPy."""

@@ -1,0 +1,1 @@
+"""What suits the machine that a run is on."""

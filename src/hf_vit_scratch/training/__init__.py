@@ -1,0 +1,1 @@
+"""Flags, recipes and the trainer."""

@@ -1,0 +1,221 @@
+"""Choose what a recipe leaves open: by the training images, the device, and the speed measured on it.
+
+Sizes come first (`fit_sizes`). Length and regularization (`fit_length`) need the model that follows from them.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from ..data.images import size_and_mode
+from ..model.configuration_vit_scratch import ViTScratchConfig
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification
+from ..speed.hardware import can_compile
+from .arguments import Arguments, ViTTrainingArguments
+from .optimizers import MuonWithAdamW, parameter_groups
+
+SAMPLE_SIZE = 500  # images whose modes and sizes are read
+SECONDS = 1.0  # for each measurement of speed
+IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
+CPU_MODEL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 512}
+SMALL_MODEL = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768}
+LARGE_MODEL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentation, evaluation and checkpoints
+MINUTES_TO_COMPILE = 10  # from which on compiling pays for itself on a CPU
+FEWEST_PASSES, MOST_PASSES = 30, 600
+# From so many passes over the same images on, they are mixed, and changed by a policy as well.
+PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values chosen together, by name of the flag, and the reason."""
+
+    values: dict[str, Any]
+    reason: str
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {_plain(value)}" for name, value in self.values.items())
+        return f"{values}: {self.reason}"
+
+
+class _Chooser:
+    """Sets the fields of the arguments that nobody has given."""
+
+    def __init__(self, args: Arguments, given: Set[str]):
+        self.args, self.given = args, given
+        self.choices: list[Choice] = []
+
+    def choose(self, reason: str, **values: Any) -> None:
+        """Set fields that belong together, unless one of them is given."""
+        if not self.given & values.keys():
+            set_fields(self.args, values)
+            self.choices.append(Choice(values, reason))
+
+
+def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
+    """Set fields of the arguments by name, whichever dataclass they belong to."""
+    for name, value in values.items():
+        setattr(next(part for part in args if hasattr(part, name)), name, value)
+
+
+def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
+    """Choose the sizes of image, patch, model and batch, and the crops.
+
+    No image is enlarged, and on a CPU an image has at most 64 tokens.
+
+    Args:
+        args: Changed in place, except for the fields in `given`.
+        rows: The training split of `load_splits`.
+        given: Names of the fields set by a recipe or a flag.
+
+    Returns:
+        What was chosen and why.
+    """
+    model, _, _, _, training = args
+    number, on_cpu = len(rows), training.device.type == "cpu"
+    sides, _ = sizes_and_modes(rows)
+    side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
+    chooser = _Chooser(args, given)
+
+    largest = 64 if on_cpu else 224
+    image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
+    chooser.choose(
+        f"half of the images are {side} pixels or less on their shorter side"
+        + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
+        image_size=[image_size],
+    )
+    pixels = ((model.image_size or []) * 2)[:2]  # height and width
+    tokens = 64 if on_cpu or max(pixels) <= 64 else 256
+    patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
+    patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
+    if "model" not in given:  # it has sizes of its own
+        chooser.choose(f"at most {tokens} tokens", patch_size=[patch_size])
+        sizes = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
+        chooser.choose("a CPU" if on_cpu else f"{number} images", **sizes)
+        patch = (model.patch_size or [1])[0]
+        first = [max(length * 3 // 4 // patch, 1) * patch for length in pixels]
+        chooser.choose(
+            "smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6
+        )  # fmt: skip
+
+    batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
+    steps = math.ceil(number / batch_size)
+    chooser.choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    if alike and max(sides[0]) <= max(pixels):
+        chooser.choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
+    else:
+        chooser.choose("images of many sizes, or larger than the model's", random_resized_crop_scale=0.35)
+    return chooser.choices
+
+
+def fit_length(args: Arguments, config: ViTScratchConfig, number: int, given: Set[str]) -> list[Choice]:
+    """Choose the number of passes, the regularization that suits it, and whether compiling pays.
+
+    The passes are those that the images deserve, or as many as fit into `max_train_minutes`.
+
+    Args:
+        args: After `fit_sizes`; changed in place, except for the fields in `given`.
+        config: The model's configuration, for this machine.
+        number: Number of training images.
+        given: Names of the fields set by a recipe or a flag.
+
+    Returns:
+        What was chosen and why.
+    """
+    training = args[-1]
+    chooser = _Chooser(args, given)
+    images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    speed = measure_speed(config, args)
+    minutes = training.max_train_minutes or math.inf
+    possible = TIME_FOR_STEPS * speed * 60 * minutes / number
+    if training.max_steps > 0:
+        passes = training.max_steps * images_per_step / number
+    elif "num_train_epochs" in given:
+        passes = training.num_train_epochs
+    else:
+        wanted = round(min(max(300 * (2000 / number) ** 0.5, FEWEST_PASSES), MOST_PASSES))
+        passes = wanted
+        reason = f"the fewer images, the more passes; {number} images"
+        if possible < wanted:
+            passes = max(1, math.ceil(possible * 1.1))  # a machine may be faster than measured
+            reason = f"as many as fit into {minutes:g} minutes at about {speed:.0f} images per second"
+        chooser.choose(reason, num_train_epochs=float(passes))
+    passes = min(passes, possible)
+    expected = passes * number / (TIME_FOR_STEPS * speed * 60)
+
+    mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY
+    seen = f"{passes:.0f} passes over the same images"
+    chooser.choose(seen, auto_augment="trivialaugment" if changes else None)
+    if training.task == "image-classification":
+        alpha = 1.0 if mixes else 0.0
+        chooser.choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixing_prob=0.8 if changes else 0.5)
+
+    on_cpu = training.device.type == "cpu"
+    compiles = expected >= MINUTES_TO_COMPILE and can_compile(training.device.type) and on_cpu
+    chooser.choose(f"about {expected:.1f} minutes of training", torch_compile=compiles)
+    return chooser.choices
+
+
+def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
+    """Return the training steps' images per second on this machine, for all processes together.
+
+    Random pixels, the run's own model, batch, precision and optimizer, at the sizes of both stages of training.
+    Weights, gradients and random state of the run are untouched.
+    """
+    _, _, augmentation, _, training = args
+    shares = {config.image_height_width: 1.0}
+    if first := augmentation.initial_image_size:
+        share = augmentation.initial_image_size_fraction
+        shares = {config.image_height_width: 1 - share, (first[0], first[-1]): share}
+    speeds = [0.0]
+    if training.process_index == 0:
+        speeds = [sum(share * _images_per_second(config, training, size) for size, share in shares.items())]
+    if training.world_size > 1:
+        broadcast_object_list(speeds)
+    return speeds[0] * training.world_size
+
+
+def _images_per_second(config: ViTScratchConfig, training: ViTTrainingArguments, size: tuple[int, int]) -> float:
+    device, batch_size = training.device, training.train_batch_size
+    with torch.random.fork_rng():
+        model = ViTScratchForImageClassification(config).train()
+        model.to(device)
+        pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
+        labels = torch.zeros(batch_size, dtype=torch.long, device=device)
+        groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.0, muon=training.muon)
+        optimizer = MuonWithAdamW(groups, lr=1e-3) if training.muon else torch.optim.AdamW(groups, fused=True)
+        steps, start = -1, 0.0
+        while steps < 2 or time.perf_counter() - start < SECONDS:
+            if steps == 0:  # the first step is not counted
+                start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
+                loss = model(pixel_values, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()  # waits for the device
+            steps += 1
+    return steps * batch_size / (time.perf_counter() - start)
+
+
+def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
+    """Return (width, height) in pixels of some of the images, (n, 2), and how many there are of each mode."""
+    chosen = np.random.default_rng(0).permutation(len(rows))[:SAMPLE_SIZE].tolist()
+    encoded = rows.cast_column("image", datasets.Image(decode=False))[chosen]["image"]
+    found = [size_and_mode(row, f"image {number}") for number, row in zip(chosen, encoded, strict=True)]
+    return np.array([size for size, _ in found]), Counter(mode for _, mode in found)
+
+
+def _plain(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value

@@ -1,0 +1,233 @@
+"""Parameter groups, Muon beside AdamW, and a schedule that follows the clock."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, SchedulerType, get_scheduler
+
+from ..errors import UserError
+
+RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
+
+
+def decayed_parameters(model: nn.Module) -> list[str]:
+    """The parameters that weight decay applies to: the weights of linear layers and convolutions, nothing else.
+
+    So biases, norms, the tokens and the positions stay undecayed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580,
+    and its code); the stock Trainer decays tokens and positions.
+    """
+    return [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+
+
+def layer_number(name: str, num_hidden_layers: int) -> int:
+    """The place of a parameter in the depth: 0 for the embeddings, the layers from 1, and one more for the rest."""
+    if match := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
+        return int(match[1]) + 1
+    return 0 if re.search(r"(?:^|\.)embeddings\.", name) else num_hidden_layers + 1
+
+
+def parameter_groups(
+    model: PreTrainedModel,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    layer_decay: float = 1.0,
+    muon: bool = False,
+    muon_learning_rate: float | None = None,
+) -> list[dict[str, Any]]:
+    """The trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
+
+    Args:
+        model: A model of ours.
+        learning_rate: Of the head, and without layer decay of all.
+        weight_decay: Of `decayed_parameters`.
+        layer_decay: Each layer's rate as a share of the next layer's (Clark et al. 2020, ELECTRA,
+            https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021, BEiT, https://arxiv.org/abs/2106.08254):
+            layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)`.
+        muon: Whether the matrices within the layers go to Muon: groups with `"muon": True`.
+        muon_learning_rate: Their rate; `None` for `learning_rate`.
+
+    Raises:
+        UserError: The model's layers are not found, though they matter.
+    """
+    num_hidden_layers = model.config.num_hidden_layers if muon or layer_decay != 1 else 0
+    if num_hidden_layers and not any(
+        0 < layer_number(name, num_hidden_layers) <= num_hidden_layers for name, _ in model.named_parameters()
+    ):
+        raise UserError(
+            f"layer_decay and muon need parameters named layers.0 and so on; {type(model).__name__} has none."
+        )
+    decayed = set(decayed_parameters(model))
+    groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        number = layer_number(name, num_hidden_layers)
+        by_muon = muon and parameter.ndim == 2 and name in decayed and 0 < number <= num_hidden_layers
+        rate = learning_rate if muon_learning_rate is None or not by_muon else muon_learning_rate
+        key = (by_muon, name in decayed, number if layer_decay != 1 else 0)
+        group = groups.setdefault(
+            key,
+            {
+                "params": [],
+                "lr": rate * layer_decay ** (num_hidden_layers + 1 - number) if layer_decay != 1 else rate,
+                "weight_decay": weight_decay if name in decayed else 0.0,
+                "muon": by_muon,
+            },
+        )
+        group["params"].append(parameter)
+    return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
+
+
+def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of each matrix near 1, by Newton and Schulz's iteration.
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
+
+    Args:
+        matrices: (n, rows, cols), in the precision of the iteration.
+        coefficients: a, b and c.
+        steps: Of the iteration.
+        eps: Least norm by which a matrix is divided at first.
+
+    Returns:
+        (n, rows, cols).
+    """
+    a, b, c = coefficients
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices  # the smaller products
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon`, for all matrices of one shape at once.
+
+    The mathematics and the state are the same. A layer of a small model has six small matrices, and one after another
+    their steps took a seventh of the time of a training step on two CPU cores; a GPU would start thousands of kernels.
+    Matrices that are spread over devices (FSDP) go one by one, as in torch, in bfloat16.
+
+    Args:
+        params: Of `torch.optim.Muon`.
+        dtype: Precision of the products; torch's is bfloat16 everywhere.
+        options: Of `torch.optim.Muon`.
+    """
+
+    def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, **options: Any):
+        super().__init__(params, **options)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if closure is not None or any(isinstance(parameter, DTensor) for parameter in parameters):
+            return super().step(closure)
+        for group in self.param_groups:
+            by_shape: dict[Any, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape.setdefault((parameter.shape, parameter.device, parameter.dtype), []).append(parameter)
+            for same in by_shape.values():
+                self._step_together(same, group)
+        return None
+
+    def _step_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
+        updates = orthogonalise(updates.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
+        torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some groups and `torch.optim.AdamW` for the others, as one optimizer.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes the update of a matrix nearly
+    orthogonal. Its step is scaled to the size of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982,
+    equation 4), so that one learning rate and one weight decay serve both.
+
+    Args:
+        groups: Of `parameter_groups`, with `"muon"` in each.
+        muon_dtype: Of `BatchedMuon`.
+        adamw: Arguments of AdamW.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, muon_dtype: torch.dtype = torch.bfloat16, **adamw: Any):
+        groups = list(groups)
+        of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
+        if not of_muon:
+            raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
+        self._muon = BatchedMuon(of_muon, muon_dtype, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(of_adamw, **adamw) if of_adamw else None
+        rest = [] if self._adamw is None else self._adamw.param_groups
+        # Some schedules of transformers read the rate there.
+        super().__init__([*rest, *self._muon.param_groups], {"lr": adamw["lr"]} if "lr" in adamw else {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the two step on this optimizer's own groups and state, which schedulers and checkpoints know."""
+        self._muon.state = self.state
+        self._muon.param_groups = [group for group in self.param_groups if group["muon"]]
+        if self._adamw is not None:
+            self._adamw.state = self.state
+            self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore groups and state, as any optimizer does."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()
+        if self._adamw is not None:
+            self._adamw.step()
+        return loss
+
+
+def schedule_by_progress(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    progress: Callable[[], float],
+    warmup_fraction: float,
+    scheduler_kwargs: dict[str, Any] | None = None,
+) -> LambdaLR:
+    """A schedule of transformers that follows the share of training done instead of the number of steps.
+
+    Args:
+        name: Of `transformers.get_scheduler`.
+        optimizer: Whose rates are set at each step.
+        progress: The share of training that is done, 0 to 1; asked at each step.
+        warmup_fraction: The share that warms up.
+        scheduler_kwargs: Of that schedule; numbers of steps in it count out of 10,000.
+
+    Raises:
+        UserError: The schedule follows a metric instead of the steps.
+    """
+    blank = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optimizer.defaults["lr"])
+    stepwise = get_scheduler(
+        name, blank, round(warmup_fraction * RESOLUTION), RESOLUTION, scheduler_specific_kwargs=scheduler_kwargs
+    )
+    if not isinstance(stepwise, LambdaLR):
+        raise UserError(f"{SchedulerType(name).value} follows a metric, not max_train_minutes. Leave one of them out.")
+    factor = stepwise.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda _: factor(min(round(progress() * RESOLUTION), RESOLUTION)))

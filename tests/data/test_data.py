@@ -1,0 +1,890 @@
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetInfo, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import ViTImageProcessor
+from transformers.image_utils import load_image
+
+from hf_vit_scratch.data import dataset as data
+from hf_vit_scratch.data.augmentation import Augmentation
+from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
+from hf_vit_scratch.data.images import decode_image, size_and_mode
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.sampler import EpochSampler, Sample
+from hf_vit_scratch.data.splits import fingerprint, load_digits, load_splits
+from hf_vit_scratch.errors import UserError
+
+
+@pytest.fixture
+def image_processor():
+    return ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+
+
+def encode(image: Image.Image, kind: str, **options) -> dict:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return {"path": None, "bytes": file.getvalue()}
+
+
+def write_parquet(path, features, **columns):
+    Dataset.from_dict(columns, features=features).to_parquet(path)
+
+
+# Sources
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits as load_sklearn_digits
+
+    digits = load_digits()
+
+    assert (len(digits["train"]), len(digits["test"])) == (1437, 360)
+    assert digits["train"].features["label"].names == [str(digit) for digit in range(10)]
+    pictures = [*digits["train"]["image"], *digits["test"]["image"]]
+    ours = sorted(np.asarray(picture).tobytes() for picture in pictures)
+    theirs = sorted(np.round(image * 255 / 16).astype(np.uint8).tobytes() for image in load_sklearn_digits().images)
+    assert ours == theirs
+
+
+def test_class_folders_become_classes(class_folders, photographs):
+    (class_folders / "temple" / "notes.txt").write_text("not an image")
+    (class_folders / "temple" / ".hidden.jpg").write_text("not an image")
+
+    splits = load_splits(str(class_folders), seed=1)
+
+    assert splits["train"].features["label"].names == ["flower", "temple"]
+    assert {name: sorted(np.bincount(rows["label"])) for name, rows in splits.items()} == {
+        "train": [10, 10], "validation": [1, 1], "test": [1, 1]
+    }  # fmt: skip
+    for row in splits["train"]:
+        assert splits["train"].features["label"].names[row["label"]] in row["image"].filename
+
+
+def test_split_folders_are_used_as_they_are(tmp_path, photographs):
+    for split, count in (("train", 4), ("val", 2), ("test", 3)):
+        for name, photograph in zip(("temple", "flower"), photographs, strict=True):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                photograph.resize((20, 20)).save(tmp_path / split / name / f"train_{number}.png")
+
+    splits = load_splits(str(tmp_path))
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4, "test": 6}
+
+
+def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_path, photographs):
+    names = ["temple", "flower"] * 10
+    features = Features({"picture": ImageFeature(), "label": Value("string"), "year": Value("int64")})
+    write_parquet(tmp_path / "data.parquet", features, picture=photographs * 10, label=names, year=[2000] * 20)
+
+    for source in (tmp_path, tmp_path / "data.parquet"):
+        splits = load_splits(str(source))
+
+        assert splits["train"].column_names == ["image", "label"]
+        assert splits["train"].features["label"].names == ["flower", "temple"]
+        assert sorted(np.bincount(splits["train"]["label"])) == [8, 8]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
+def test_numbers_can_be_labels(tmp_path, dtype):
+    pictures = [Image.new("L", (2, 2), number) for number in range(20)]
+    features = Features({"image": ImageFeature(), "label": Value(dtype)})
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=[0, 1] * 10)
+
+    splits = load_splits(str(tmp_path))
+
+    assert splits["train"].features["label"].names == (["False", "True"] if dtype == "bool" else ["0", "1"])
+
+
+def test_splits_are_cut_with_the_same_share_of_every_class_and_without_overlap(tmp_path):
+    pictures = [Image.new("L", (2, 2), number) for number in range(200)]
+    labels = [0] * 150 + [1] * 50
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=labels)
+
+    first, again, other = (load_splits(str(tmp_path), validation_fraction=0.2, seed=seed) for seed in (1, 1, 2))
+
+    ids = {name: [image.getpixel((0, 0)) for image in rows["image"]] for name, rows in first.items()}
+    assert {name: np.bincount(rows["label"]).tolist() for name, rows in first.items()} == {
+        "train": [105, 35], "validation": [30, 10], "test": [15, 5]
+    }  # fmt: skip
+    assert sorted(sum(ids.values(), [])) == list(range(200))
+    assert ids["test"] == [image.getpixel((0, 0)) for image in again["test"]["image"]]
+    assert ids["test"] != [image.getpixel((0, 0)) for image in other["test"]["image"]]
+
+
+def test_rare_class_is_in_every_split(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["often", "rarely"])})
+    pictures = [Image.new("L", (2, 2), number) for number in range(203)]
+    write_parquet(tmp_path / "data.parquet", features, image=pictures, label=[0] * 200 + [1] * 3)
+
+    splits = load_splits(str(tmp_path), validation_fraction=0.05, test_fraction=0.05)
+
+    counts = {name: np.bincount(rows["label"]).tolist() for name, rows in splits.items()}
+    assert counts == {"train": [180, 1], "validation": [10, 1], "test": [10, 1]}
+
+
+def test_fraction_that_leaves_too_little_is_refused(class_folders):
+    with pytest.raises(UserError, match=r"the class 'flower' has too few images to cut .*: one is left"):
+        load_splits(str(class_folders), validation_fraction=0.99)
+
+
+@pytest.mark.parametrize("split", ["validation_split", "test_split"])
+def test_no_split_serves_two_purposes(split):
+    with pytest.raises(UserError, match=r"train, validation and test must be different splits"):
+        load_splits("digits", **{split: "train"})
+
+
+def test_split_to_train_on_is_not_reported_on_too():
+    splits = load_splits("digits", train_split="test")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 280, "validation": 40, "test": 40}
+    pictures = [{np.asarray(image).tobytes() for image in rows["image"]} for rows in splits.values()]
+    assert not pictures[0] & pictures[2]
+
+
+def test_test_split_without_labels_is_not_used(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    for split, labels in (("train", [0, 1] * 10), ("test", [-1, -1])):
+        images = (photographs * 10)[: len(labels)]
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", features, image=images, label=labels)
+
+    splits = load_splits(str(tmp_path))
+
+    assert min(splits["test"]["label"]) == 0
+
+
+def test_a_split_can_serve_another_purpose(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    for split, count in (("train", 20), ("validation", 6)):
+        write_parquet(
+            tmp_path / f"{split}-00000-of-00001.parquet", features,
+            image=(photographs * 10)[:count], label=([0, 1] * 10)[:count],
+        )  # fmt: skip
+
+    splits = load_splits(str(tmp_path), test_split="validation")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 18, "validation": 2, "test": 6}
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("./nowhere", r"\./nowhere: there is no such file or folder"),
+        (
+            "someone/no-such-dataset",
+            r"someone/no-such-dataset: the data cannot be loaded .*is the Hub within reach\?$",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_refused(data, message):
+    with pytest.raises(UserError, match=message):
+        load_splits(data)
+
+
+def test_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
+        load_splits(str(tmp_path))
+
+
+def test_images_without_class_folders_are_refused(tmp_path, photographs):
+    photographs[0].save(tmp_path / "1.jpg")
+
+    with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
+        load_splits(str(tmp_path))
+
+
+def test_single_class_is_refused(class_folders):
+    for file in (class_folders / "temple").iterdir():
+        file.unlink()
+    (class_folders / "temple").rmdir()
+
+    with pytest.raises(UserError, match=r"there is one class, 'flower'; a classifier needs at least two"):
+        load_splits(str(class_folders))
+
+
+@pytest.mark.parametrize("names", [("train2017", "val2017"), ("trian", "val")])
+def test_splits_of_unknown_names_are_not_taken_for_classes(tmp_path, photographs, names):
+    for folder in (f"{split}/{name}" for split in names for name in ("cat", "dog")):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(
+        UserError, match=r"hold folders, not images\. If they are splits, name them train, val and test"
+    ):
+        load_splits(str(tmp_path))
+
+
+def test_splits_without_a_train_folder_are_refused(tmp_path, photographs):
+    for folder in ("val/cat", "val/dog", "test/cat", "test/dog"):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(UserError, match=r"there is no folder train beside test, val\. Add or rename it"):
+        load_splits(str(tmp_path))
+
+
+def test_class_may_be_called_train(tmp_path, photographs):
+    for name in ("car", "train", "plane"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            photographs[0].resize((8, 8)).save(tmp_path / name / f"{number}.png")
+
+    assert load_splits(str(tmp_path))["train"].features["label"].names == ["car", "plane", "train"]
+
+
+def test_empty_class_folder_is_refused(class_folders):
+    (class_folders / "nothing").mkdir()
+
+    with pytest.raises(
+        UserError, match=r"no images in the class folders 'nothing'\. Delete these folders, or fill them"
+    ):
+        load_splits(str(class_folders))
+
+
+def test_class_that_train_lacks_is_refused(tmp_path, photographs):
+    for folder in ("train/cat", "train/dog", "test/cat", "test/cow"):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(UserError, match=r"test: the classes \['cow'\] are not in .*train"):
+        load_splits(str(tmp_path))
+
+
+def test_class_with_one_image_is_refused(class_folders, photographs):
+    (class_folders / "rare").mkdir()
+    photographs[0].save(class_folders / "rare" / "1.jpg")
+
+    with pytest.raises(UserError, match=r"the class 'rare' has too few images to cut a validation and a test split"):
+        load_splits(str(class_folders))
+
+
+@pytest.mark.parametrize("content", [b"", b"a text that was renamed"], ids=["zero_bytes", "text"])
+def test_file_that_is_no_image_is_named_before_training(class_folders, content):
+    (class_folders / "temple" / "broken.jpg").write_bytes(content)
+
+    with pytest.raises(UserError, match=r"temple/broken\.jpg cannot be decoded as an image .*Delete or replace it"):
+        load_splits(str(class_folders))
+
+
+def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:-100])
+    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+
+    with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
+        dataset[0]
+
+
+def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:-100])
+    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+
+    with pytest.raises(
+        UserError, match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\.$"
+    ):
+        next(iter(DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate)))
+
+
+def test_missing_image_is_named(tmp_path, photographs, image_processor):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "a.parquet", features, image=[None] * 20, label=[0, 1] * 10)
+    dataset = ImageClassificationDataset(load_splits(str(tmp_path))["train"], image_processor)
+
+    with pytest.raises(UserError, match=r"^image 3 is missing: its row holds no image"):
+        dataset[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"label_column": "breed"},
+            r"there is no column 'breed', only \['image', 'label'\]\. Choose with --label_column",
+        ),
+        ({"image_column": "photo"}, r"there is no column 'photo', only .*Choose with --image_column"),
+        ({"image_column": "label"}, r"the column 'label' holds .*, not images"),
+        ({"train_split": "training"}, r"there is no split 'training', only \['test', 'train'\]"),
+        (
+            {"validation_split": "dev"},
+            r"there is no split 'dev', only \['test', 'train'\]\. Choose with --validation_split",
+        ),
+        ({"validation_fraction": 1.5}, r"validation_fraction must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_wrong_name_or_fraction_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_splits("digits", **arguments)
+
+
+def test_missing_label_column_is_refused(tmp_path, photographs):
+    write_parquet(tmp_path / "a.parquet", Features({"image": ImageFeature()}), image=photographs)
+
+    with pytest.raises(UserError, match=r"there must be one column of labels, found \[\] among \['image'\]"):
+        load_splits(str(tmp_path))
+
+
+def test_several_label_columns_are_refused(tmp_path, photographs):
+    label = ClassLabel(names=["a", "b"])
+    features = Features({"image": ImageFeature(), "fine": label, "coarse": label})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, fine=[0, 1], coarse=[0, 1])
+
+    with pytest.raises(UserError, match=r"one column of labels, found \['fine', 'coarse'\] .*--label_column"):
+        load_splits(str(tmp_path))
+
+
+def test_label_that_is_no_class_is_refused(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": Value("float32")})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0.5, 1.5])
+
+    with pytest.raises(UserError, match=r"the column 'label' must hold one class per image, but it holds .*float32"):
+        load_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("label", [-1, None])
+def test_train_rows_without_labels_are_refused(tmp_path, photographs, label):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0, label])
+
+    with pytest.raises(UserError, match=r"the split 'train' has rows without a label"):
+        load_splits(str(tmp_path))
+
+
+# Files
+
+
+def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, photographs, caplog):
+    hidden = class_folders / "temple" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    shutil.copy(class_folders / "temple" / "00.jpg", hidden / "00-checkpoint.jpg")
+    for name in ("a.heic", "b.HEIC", "notes.txt", "none", ".DS_Store", *(f"frame.{number}" for number in range(7))):
+        (class_folders / ("temple" if name == "notes.txt" else "flower") / name).touch()
+    photographs[0].resize((8, 8)).save(class_folders / "flower" / "d.avif", "PNG")
+
+    splits = load_splits(str(class_folders))
+
+    assert sum(map(len, splits.values())) == 25
+    assert (
+        "photos: files that are no images by their names are not used: 2 .heic, 1 .0, 1 .1, 1 .2, 1 .3, 5 more"
+        in caplog.text
+    )
+
+
+def test_links_to_folders_are_followed_once_where_asked(class_folders, tmp_path):
+    (class_folders / "flower").rename(tmp_path / "elsewhere")
+    (class_folders / "flower").mkdir()
+    (class_folders / "flower" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(class_folders / "flower")
+    with pytest.raises(UserError, match=r"flower/more leads to .*elsewhere\. If that is meant, give --follow_links"):
+        load_splits(str(class_folders))
+    assert sum(map(len, load_splits(str(class_folders), follow_links=True).values())) == 24
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "F"])
+def test_every_mode_decodes_to_the_rgb_of_the_pipelines(mode, photographs):
+    image = photographs[0].resize((30, 20)).convert("L" if mode in ("I;16", "F") else "RGB").convert(mode)
+
+    decoded = decode_image(encode(image, "TIFF"), "an image")
+
+    assert decoded.mode == "RGB"
+    assert decoded.tobytes() == load_image(image).tobytes()
+
+
+@pytest.mark.parametrize(("mode", "highest"), [("I;16", 65535), ("I;16", 4095), ("I", 70_000), ("F", 1.0)])
+def test_grey_values_that_would_become_white_or_black_are_refused(mode, highest):
+    values = np.linspace(0, highest, 600).reshape(20, 30)
+    image = Image.fromarray(values.astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]))
+    assert image.mode == mode
+    with pytest.raises(UserError, match=rf"grey values go from 0 to {highest:g} instead of 255: save it with 8 bits"):
+        decode_image(encode(image, "TIFF"), "an image")
+
+
+@pytest.mark.parametrize("highest", [255, 4095])
+def test_sixteen_bits_of_the_other_order_are_read_too(highest):  # as ImageJ writes them
+    content = io.BytesIO()
+    Image.frombytes("I;16B", (8, 8), np.full((8, 8), highest, ">u2").tobytes()).save(content, "TIFF")
+    encoded = {"path": None, "bytes": content.getvalue()}
+    assert Image.open(content).mode == "I;16B"
+    if highest == 255:
+        assert decode_image(encoded, "an image").getpixel((0, 0)) == (255, 255, 255)
+    else:
+        with pytest.raises(UserError, match=r"from 4095 to 4095 instead of 255: save it with 8 bits"):
+            decode_image(encoded, "an image")
+
+
+def test_black_image_of_floats_is_black():
+    image = Image.fromarray(np.zeros((8, 8), np.float32))
+    assert decode_image(encode(image, "TIFF"), "an image").getextrema() == ((0, 0),) * 3
+
+
+def test_sixteen_bits_are_named_before_training(class_folders):
+    Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(class_folders / "temple" / "x-ray.png")
+    with pytest.raises(UserError, match=r"x-ray\.png cannot be decoded .*save it with 8 bits"):
+        load_splits(str(class_folders))
+
+
+def test_size_and_mode_are_those_of_the_upright_image(photographs, monkeypatch):
+    image = photographs[0].resize((30, 20)).convert("L")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
+    assert size_and_mode(encode(image, "PNG", exif=exif), "an image") == ((20, 30), "L")
+    monkeypatch.setattr(Image.Image, "getexif", lambda self: {0x0112: "6"})  # some cameras
+    assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
+
+
+def test_exif_rotation_is_undone(photographs):
+    image = photographs[0].resize((30, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: to be shown after a quarter turn clockwise
+
+    decoded = decode_image(encode(image, "PNG", exif=exif), "an image")
+
+    assert decoded.tobytes() == image.transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+def test_image_without_a_path_is_named_by_its_place():
+    with pytest.raises(UserError, match=r"^image 7 cannot be decoded as an image"):
+        decode_image({"path": None, "bytes": b"no image"}, "image 7")
+
+
+# Batches
+
+
+@pytest.fixture(params=["one at a time", "kept"])
+def kept(request):
+    """Whether all images are kept decoded, or each is decoded when it is wanted."""
+    return request.param == "kept"
+
+
+def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0, kept=False):
+    crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in range(12)]
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, stages or (None,), mixing, seed)
+    assert not kept or dataset.keep_on(torch.device("cpu"))
+    return dataset
+
+
+def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs, kept):
+    dataset = make_dataset(image_processor, photographs, kept=kept)
+
+    batch = dataset.__getitems__([3, 5])
+
+    crops = [photographs[0].crop((9 * i, 5 * i, 9 * i + 40, 5 * i + 30)) for i in (3, 5)]
+    expected = image_processor(crops, return_tensors="pt")["pixel_values"]
+    assert torch.equal(batch["pixel_values"], expected)
+    assert batch["labels"].tolist() == [1, 1]
+
+
+def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs, kept):
+    augment = Augmentation((16, 24))  # nothing random: only the resize
+
+    train = make_dataset(image_processor, photographs, augment, kept=kept)[0]["pixel_values"]
+
+    evaluation = make_dataset(image_processor, photographs)[0]["pixel_values"]
+    torch.testing.assert_close(train, evaluation, rtol=0, atol=0.02)  # PIL's and torchvision's resizing differ
+
+
+@pytest.fixture
+def augmented(image_processor, photographs, kept):
+    augment = Augmentation((16, 24), random_resized_crop_scale=0.5, horizontal_flip_prob=0.5, rotation_degrees=9)
+    return lambda **arguments: make_dataset(image_processor, photographs, augment, kept=kept, **arguments)
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
+    alone = augmented()[5]["pixel_values"]
+
+    torch.rand(3)  # another state of the global generator
+    dataset = augmented()
+    dataset.__getitems__([0, 1])
+    assert torch.equal(dataset.__getitems__([2, 5, 7])["pixel_values"][1], alone)
+    assert not torch.equal(augmented(seed=1)[5]["pixel_values"], alone)
+    assert not torch.equal(dataset[Sample(1, 0, 5, 6)]["pixel_values"], alone)
+    assert torch.equal(dataset[Sample(0, 0, 5, 6)]["pixel_values"], alone)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_worker_processes_prepare_what_the_main_process_does(augmented, persistent_workers, mixed, finish_later):
+    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.7, label_smoothing=0.1) if mixed else None
+    alone, sampler = augmented(mixing=mixing), EpochSampler(12, seed=3)
+    dataset = augmented(mixing=mixing)
+    dataset.finish_later = finish_later
+    loader = DataLoader(
+        dataset,
+        batch_size=5,
+        sampler=sampler,
+        num_workers=2,
+        persistent_workers=persistent_workers,
+        collate_fn=collate,
+    )
+
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        batches = list(loader)
+        if finish_later:
+            assert all(batch["images"].dtype == torch.uint8 and "pixel_values" not in batch for batch in batches)
+            batches = [dataset.preparation.finish(batch) for batch in batches]
+        for name in ("pixel_values", "labels"):
+            expected = torch.stack([torch.as_tensor(alone[sample][name]) for sample in sampler])
+            assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_worker_processes_end_by_the_main_process_alone(start_method, image_processor, photographs):
+    """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
+    dataset = make_dataset(image_processor, photographs)
+    loader = DataLoader(
+        dataset,
+        batch_size=1,
+        num_workers=1,
+        prefetch_factor=1,
+        collate_fn=collate,
+        multiprocessing_context=start_method,
+    )
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+
+    if start_method == "fork":
+        subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
+    assert len(list(batches)) == len(dataset) - 1
+
+    batches = iter(loader)  # left unfinished, as by an exception: then multiprocessing ends it by SIGTERM, and waits
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=30)
+    assert worker.exitcode == 0
+
+
+def test_worker_processes_keep_the_memory_that_a_batch_has_freed(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "keep_freed_memory", lambda: (tmp_path / str(os.getpid())).touch())
+    data.set_up_worker_process.cache_clear()
+    dataset = make_dataset(image_processor, photographs)
+
+    list(DataLoader(dataset, batch_size=1, num_workers=2, collate_fn=collate, multiprocessing_context="fork"))
+
+    kept_by = {path.name for path in tmp_path.iterdir()}
+    assert len(kept_by) == 2
+    assert str(os.getpid()) not in kept_by
+
+
+def test_augmentation_leaves_the_global_generator_alone(augmented):
+    dataset = augmented()
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+
+    torch.manual_seed(7)
+    dataset[3]
+
+    assert torch.equal(torch.rand(4), expected)
+
+
+# Mixing
+
+
+@pytest.fixture
+def plain():
+    return Augmentation((16, 24))  # nothing random: only the resize
+
+
+def mixture(mixed, own, other):
+    """The share of the first image, and what is left where a mixture of the two is taken away."""
+    share = ((mixed - other) * (own - other)).sum() / (own - other).square().sum()
+    return share.item(), (mixed - (share * own + (1 - share) * other)).abs().max().item()
+
+
+def test_mixup_is_the_mixture_of_two_images_of_the_split_and_of_their_labels(
+    image_processor, photographs, plain, kept
+):
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=1.0), kept=kept)
+    whole = make_dataset(image_processor, photographs, plain, kept=kept)
+    images = [whole[row]["pixel_values"] for row in range(12)]
+    shares = []
+
+    for row in range(12):
+        partner = (row + 7) % 12
+        mixed = dataset[Sample(5, 0, row, partner)]
+        share, rest = mixture(mixed["pixel_values"], images[row], images[partner])
+        assert rest < 1e-5
+        expected = torch.zeros(2)
+        expected[row % 2] += share
+        expected[partner % 2] += 1 - share
+        torch.testing.assert_close(mixed["labels"], expected, rtol=0, atol=1e-4)
+        shares.append(share)
+
+    assert 0 <= min(shares) < 0.4 < 0.6 < max(shares) <= 1
+
+
+def test_cutmix_takes_a_rectangle_of_another_image_and_its_share_of_the_label(image_processor, plain):
+    noise = [Image.fromarray(np.random.randint(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(12)]
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = Dataset.from_dict({"image": noise, "label": [0, 1] * 6}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, [plain], Mixing(2, cutmix_alpha=1.0))
+    images = torch.stack([ImageClassificationDataset(rows, image_processor)[row]["pixel_values"] for row in range(12)])
+
+    for row in range(12):
+        partner = (row + 3) % 12
+        mixed = dataset[Sample(1, 0, row, partner)]
+        foreign = (mixed["pixel_values"] != images[row]).any(0)  # (height, width)
+        height, width = foreign.any(1).sum(), foreign.any(0).sum()
+        assert foreign.sum() == height * width  # a rectangle
+        assert torch.equal(mixed["pixel_values"][:, foreign], images[partner][:, foreign])
+        foreign_share = height * width / (16 * 24)
+        expected = torch.eye(2)[row % 2] * (1 - foreign_share) + torch.eye(2)[partner % 2] * foreign_share
+        torch.testing.assert_close(mixed["labels"], expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs, plain):
+    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.5, label_smoothing=0.2)
+    dataset = make_dataset(image_processor, photographs, plain, None, mixing=mixing)
+
+    labels = torch.stack([dataset[Sample(0, stage, row, (row + 1) % 12)]["labels"] for row in range(12)])
+
+    assert torch.allclose(labels.sum(1), torch.ones(12))
+    assert labels.min() >= 0.1 - 1e-6
+    unmixed = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).repeat(6, 1)
+    equal = torch.isclose(labels, unmixed).all(1)
+    assert equal.all() if stage == 1 else 2 <= equal.sum() <= 10
+
+
+def test_sample_is_the_same_in_any_batch(augmented):
+    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0)
+    samples = [Sample(2, 0, *pair) for pair in ((4, 7), (7, 4), (1, 9), (3, 3))]
+
+    together = augmented(mixing=mixing).__getitems__(samples)
+
+    for place, sample in enumerate(samples):
+        alone = augmented(mixing=mixing)[sample]
+        assert torch.equal(alone["pixel_values"], together["pixel_values"][place])
+        assert torch.equal(alone["labels"], together["labels"][place])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "message"),
+    [
+        ([(8, 8)] * 4, 4 * 3 * 8 * 8, r"kept on cpu at 8x8 pixels and augmented there in batches \(0.000768 MB\)"),
+        ([(8, 8)] * 4, 4 * 3 * 8 * 8 - 1, r"one at a time: together they would take 7.68e-07 GB"),
+        ([(8, 8)] * 3 + [(8, 9)], 2**20, r"kept on cpu at 24x16 pixels"),
+        ([(30, 8)] * 4, 2**20, r"kept on cpu at 24x16 pixels"),
+    ],
+)
+def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, monkeypatch, caplog):
+    monkeypatch.setattr("hf_vit_scratch.data.dataset.DECODED_BYTES_KEPT", most)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a"])})
+    rows = Dataset.from_dict({"image": [Image.new("L", size) for size in sizes], "label": [0] * 4}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
+
+    with caplog.at_level("INFO"):
+        kept = dataset.keep_on(torch.device("cpu"))
+
+    assert kept == ("kept" in message)
+    assert re.search(message, caplog.text)
+    assert dataset[1]["pixel_values"].shape == (3, 16, 24)
+
+
+def photographs_in_files(folder, photographs):
+    """Rows with JPEG files of the two photographs, 1280 and 960 pixels wide."""
+    files = []
+    for number, photograph in enumerate(photographs):
+        files.append(str(folder / f"{number}.jpg"))
+        photograph.resize((1280 - 320 * number, 853)).save(files[-1], quality=95)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    return Dataset.from_dict({"image": files, "label": [0, 1]}, features=features)
+
+
+def test_large_photographs_are_decoded_once_and_kept_small(image_processor, photographs, tmp_path, monkeypatch):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(
+        rows, image_processor, [Augmentation((16, 24), random_resized_crop_scale=0.5)]
+    )
+    decoded = []
+    decode = data.decode_image
+
+    def remember(row, **options):
+        decoded.append(decode(row, **options))
+        return decoded[-1]
+
+    monkeypatch.setattr(data, "decode_image", remember)
+
+    assert dataset.keep_on(torch.device("cpu"))
+    for epoch in range(3):
+        dataset.__getitems__([Sample(epoch, 0, 0, 1), Sample(epoch, 0, 1, 0)])
+
+    assert sorted(image.width for image in decoded) == [120, 160]  # an eighth: the least above twice what is kept
+    assert dataset._images.shape == (2, 3, 24, 36)  # 1.5 times the model's, as parts are cut from them
+    whole = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))]).sample(2, seed=0)
+    small = dataset.sample(2, seed=0, stage=0)
+    assert small["pixel_values"].shape == whole["pixel_values"].shape
+
+
+def test_kept_training_images_are_those_of_the_whole_files(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
+    expected = dataset.__getitems__([0, 1])["pixel_values"]
+
+    assert dataset.keep_on(torch.device("cpu"))
+
+    kept = dataset.__getitems__([0, 1])["pixel_values"]
+    assert (kept - expected).abs().mean() < 0.01  # of a range from -1 to 1
+    assert (kept - expected).abs().max() < 0.1
+
+
+def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, image_processor)
+
+    assert dataset.keep_on(torch.device("cpu"))
+
+    expected = image_processor([Image.open(tmp_path / f"{n}.jpg") for n in (0, 1)], return_tensors="pt")
+    assert torch.equal(dataset.__getitems__([0, 1])["pixel_values"], expected["pixel_values"])
+
+
+def test_filters_of_warnings_are_restored_after_decoding(image_processor, photographs, tmp_path):
+    before = list(warnings.filters)
+
+    assert ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor).keep_on(
+        torch.device("cpu")
+    )
+
+    assert list(warnings.filters) == before
+
+
+def test_no_image_is_decoded_for_its_partners_sake(image_processor, photographs, plain, monkeypatch):
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=0.8))
+    decoded = []
+    decode = data.decode_image
+    monkeypatch.setattr(data, "decode_image", lambda row, name: decoded.append(name) or decode(row, name=name))
+
+    batches = BatchSampler(EpochSampler(12, seed=0), batch_size=4, drop_last=False)
+    labels = torch.cat([dataset.__getitems__(batch)["labels"] for batch in batches])
+
+    assert ((labels > 0.01) & (labels < 0.99)).any()  # they are mixed
+    assert sorted(decoded) == sorted(f"image {row}" for row in range(12))
+
+
+# Order and stages
+
+
+@pytest.mark.parametrize("size", [1, 10, 11])
+def test_partners_are_two_neighbours_in_the_order_of_the_epoch(size):
+    sampler, partners = EpochSampler(size, seed=4), set()
+    for epoch in range(50):
+        sampler.set_epoch(epoch)
+        samples = list(sampler)
+        for first, second in zip(samples[::2], samples[1::2], strict=False):
+            assert (first.row, first.partner) == (second.partner, second.row)
+        if size % 2:
+            assert samples[-1].partner == samples[-1].row
+        partners |= {sample.partner for sample in samples if sample.row == 0}
+
+    assert len(partners - {0}) == size - 1  # any other row, sooner or later
+
+
+def test_sampler_draws_every_row_once_in_an_order_of_the_epoch():
+    sampler, again = EpochSampler(50, seed=4), EpochSampler(50, seed=4)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.append([sample.row for sample in sampler])
+        assert {sample.epoch for sample in sampler} == {epoch}
+    again.set_epoch(2)
+
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != list(range(50))
+    assert [sample.row for sample in again] == orders[2]
+    assert [sample.row for sample in EpochSampler(50, seed=5)] != orders[0]
+
+
+def test_stage_changes_between_two_steps_only():
+    sampler = EpochSampler(20, seed=0, batch_size=8, stage=lambda epochs: int(epochs >= 1.3))
+
+    first = [sample.stage for sample in sampler]
+    sampler.set_epoch(1)
+    second = [sample.stage for sample in sampler]
+
+    assert first == [0] * 20
+    assert second == [0] * 8 + [1] * 12  # 1.3 epochs are 26 rows; the step that begins at row 28 is the first beyond
+
+
+def test_label_out_of_range_is_named(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": Value("int64")})
+    rows = Dataset.from_dict({"image": [photographs[0].resize((9, 9))] * 5, "label": [0, 1, 1, 2, 0]}, features)
+    table = rows.data.table.replace_schema_metadata(None)
+    names = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    Dataset(table, info=DatasetInfo(features=names)).to_parquet(tmp_path / "train.parquet")
+
+    with pytest.raises(UserError, match=r"1 rows of train have a label outside 0 to 1; the first is row 3 with 2"):
+        load_splits(str(tmp_path))
+
+
+# Images that cannot be decoded
+
+
+def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
+    truncated = class_folders / "temple" / "03.jpg"
+    truncated.write_bytes(truncated.read_bytes()[:500])
+    (class_folders / "flower" / "05.jpg").write_text("no image")
+    caplog.set_level("WARNING")
+
+    splits = load_splits(str(class_folders), corrupt_images="skip")
+
+    assert sum(map(len, splits.values())) == 22
+    assert "2 of the 24 images of train are skipped:" in caplog.text
+    assert "temple/03.jpg cannot be decoded as an image" in caplog.text
+    assert "flower/05.jpg cannot be decoded as an image" in caplog.text
+
+
+def test_fingerprint_is_of_the_images_that_are_used(class_folders):
+    before = fingerprint(load_splits(str(class_folders)))
+    broken = class_folders / "temple" / "05-broken.jpg"
+    broken.write_bytes(b"no image")
+    with_skipped = fingerprint(load_splits(str(class_folders), corrupt_images="skip"))
+    broken.unlink()
+    (class_folders / "temple" / "03.jpg").rename(class_folders / "temple" / "30.jpg")
+
+    assert with_skipped == before
+    assert fingerprint(load_splits(str(class_folders))) != before
+
+
+def test_corrupt_image_is_named_by_default(class_folders):
+    (class_folders / "flower" / "05.jpg").write_text("no image")
+
+    with pytest.raises(UserError, match=r"flower/05\.jpg cannot be decoded as an image"):
+        load_splits(str(class_folders))
+
+
+def test_nothing_left_to_train_on_is_refused(class_folders):
+    for file in class_folders.rglob("*.jpg"):
+        file.write_text("no image")
+
+    with pytest.raises(UserError, match=r"no image of train can be decoded; the first: .*flower/00\.jpg"):
+        load_splits(str(class_folders), corrupt_images="skip")
+
+
+def test_unknown_policy_for_corrupt_images_is_refused():
+    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip; got 'ignore'"):
+        load_splits("digits", corrupt_images="ignore")

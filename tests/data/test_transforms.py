@@ -1,0 +1,186 @@
+"""Transforms of whole batches against torchvision's of one image at a time."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+from hf_vit_scratch.data.augmentation import GREY
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.transforms import (
+    Draws,
+    _rectangles,
+    apply,
+    random_affine,
+    random_erasing,
+    random_policy,
+    random_resized_crop,
+)
+
+POLICIES = (v2.TrivialAugmentWide(fill=[GREY] * 3), v2.RandAugment(fill=[GREY] * 3))
+BINS = (0, 3, 7, 11, 17, 23, 27, 30)
+
+
+class Chosen(Draws):
+    """Draws that are given, as shares of the range that is asked for."""
+
+    def __init__(self, *shares):
+        self.shares = [np.array(share) for share in shares]
+        self.state = self.shares[0]
+
+    def uniform(self, low=0.0, high=1.0):
+        return low + (high - low) * self.shares.pop(0)
+
+
+@pytest.fixture
+def images(photographs):
+    """Eight images, (8, 3, 32, 40)."""
+    crops = [photographs[i % 2].crop((40 * i, 30 * i, 40 * i + 240, 30 * i + 192)) for i in range(8)]
+    return torch.stack([TF.pil_to_tensor(crop.resize((40, 32))) for crop in crops])
+
+
+# Draws
+
+
+def test_draws_are_those_of_splitmix64():
+    draws = Draws([(0,)])
+    draws.state = np.array([1234567], np.uint64)
+
+    # https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    for number in (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431):
+        assert draws.uniform()[0] == (number >> 11) / 2**53
+
+
+def test_draws_depend_on_their_key_alone():
+    together, alone = Draws([(1, 2, 3), (4, 5, 6), (1, 2, 4)]), Draws([(4, 5, 6)])
+
+    for _ in range(3):
+        first, second, third = together.uniform()
+        assert second == alone.uniform()[0]
+        assert len({first, second, third}) == 3
+
+
+def test_draws_of_neighbouring_keys_are_uniform_and_independent():
+    draws = Draws([(0, 0, row) for row in range(20_000)])
+    first, second = draws.uniform(), draws.uniform(-3, 1)
+
+    assert stats.kstest(first, stats.uniform.cdf).pvalue > 0.01
+    assert stats.kstest(second, stats.uniform(-3, 4).cdf).pvalue > 0.01
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.03
+    assert np.bincount(draws.integers(4)).min() > 4800
+
+
+# Crops, affine maps, rectangles
+
+
+def test_resized_crops_are_those_of_torchvision(images):
+    keys = [(row,) for row in range(8)]
+    boxes = np.stack(_rectangles(Draws(keys), (32, 40), (0.2, 1.0), (3 / 4, 4 / 3)), axis=1)
+
+    crops = random_resized_crop(images, Draws(keys), (24, 30), 0.2)
+
+    for image, crop, box in zip(images, crops, boxes.tolist(), strict=True):
+        expected = TF.resized_crop(image, *box, size=[24, 30], antialias=True)
+        assert (crop.int() - expected.int()).abs().max() <= 1
+
+
+def test_image_that_no_crop_fits_is_cut_in_the_middle(images):
+    wide = images[:, :, 10:14]  # (8, 3, 4, 40): no crop of nearly all of it can have a ratio of at most 4/3
+
+    crops = random_resized_crop(wide, Draws([(row,) for row in range(8)]), (4, 5), 0.9999)
+
+    torch.manual_seed(0)
+    expected = v2.RandomResizedCrop((4, 5), scale=(0.9999, 1.0), antialias=True)(wide)
+    assert (crops.int() - expected.int()).abs().max() <= 1
+
+
+def test_affine_maps_are_those_of_torchvision(images):
+    shares = [np.linspace(0.05, 0.95, 8), np.linspace(0.9, 0.1, 8), np.linspace(0.2, 0.6, 8), np.linspace(0, 1, 8)]
+
+    moved = random_affine(images, Chosen(*shares), degrees=30, translation=0.2, scaling=0.3)
+
+    for image, result, (angle, across, down, scale) in zip(images, moved, np.stack(shares, 1).tolist(), strict=True):
+        shift = [round((0.4 * across - 0.2) * 40), round((0.4 * down - 0.2) * 32)]
+        expected = TF.affine(
+            TF.to_pil_image(image),  # not of a tensor, which fades at the border
+            60 * angle - 30, shift, 0.7 + 0.6 * scale, [0.0, 0.0], v2.InterpolationMode.BILINEAR,
+        )  # fmt: skip
+        assert (result.int() - TF.pil_to_tensor(expected).int()).abs().max() <= 1
+
+
+def test_rectangles_have_the_areas_and_places_that_are_asked_for():
+    top, left, height, width = _rectangles(Draws([(row,) for row in range(5000)]), (100, 80), (0.1, 0.3), (0.5, 2.0))
+
+    area = height * width / 8000
+    assert 0.09 < area.min() < 0.11
+    assert 0.29 < area.max() < 0.31
+    assert stats.kstest(area, stats.uniform(0.1, 0.2).cdf).statistic < 0.03
+    assert stats.kstest(np.log(width / height), stats.uniform(np.log(0.5), np.log(4)).cdf).statistic < 0.03
+    assert top.min() == 0 == left.min()
+    assert (top + height).max() == 100
+    assert (left + width).max() == 80
+
+
+def test_share_of_erased_images(images):
+    many = images.repeat(100, 1, 1, 1)
+
+    erased = random_erasing(many, Draws([(row,) for row in range(800)]), 0.3, GREY)
+
+    assert (erased != many).flatten(1).any(1).float().mean() == pytest.approx(0.3, abs=0.05)
+
+
+# Policies
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["trivialaugment", "randaugment"])
+@pytest.mark.parametrize("name", [name for name in POLICIES[0]._AUGMENTATION_SPACE if name != "Identity"])
+def test_operations_are_those_of_torchvision(policy, name, images):
+    magnitudes, signed = policy._AUGMENTATION_SPACE[name]
+    values = magnitudes(31, 32, 40)
+    strengths = np.array([0.0 if values is None else float(values[i]) for i in BINS]) * (-1.0) ** (
+        signed * np.arange(8)
+    )
+
+    changed = apply(images, name, strengths, GREY)
+
+    for image, result, strength in zip(images, changed, strengths.tolist(), strict=True):
+        expected = policy._apply_image_or_video_transform(image, name, strength, policy.interpolation, policy._fill)
+        differing = ((result.int() - expected.int()).abs() > 1).float().mean()
+        # Turned by 135 degrees, some pixels come from just between two others.
+        assert differing < (0.02 if abs(strength) == 135 else 1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["trivialaugment", "randaugment"])
+def test_policy_draws_for_each_image(policy, images):
+    same = images[:1].repeat(200, 1, 1, 1)
+
+    changed = random_policy(same, Draws([(row,) for row in range(200)]), policy, GREY)
+
+    assert len({image.numpy().tobytes() for image in changed}) > 80
+    assert torch.equal(same, images[:1].expand(200, -1, -1, -1))  # what is kept for the next epoch
+
+
+# Mixing
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_shares_of_mixup_have_a_beta_distribution(alpha):
+    own, other = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2)
+
+    mixture, shares = Mixing(2, mixup_alpha=alpha).draw((2, 2), Draws([(row,) for row in range(4000)]))
+
+    assert torch.equal(Mixing.mix(own, other, mixture)[:, 0, 0, 0], shares)
+    assert stats.kstest(shares.double(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
+
+
+def test_cutmix_is_chosen_for_half_where_both_are():
+    own, other = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8)
+
+    mixture, _ = Mixing(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), Draws([(row,) for row in range(1000)]))
+
+    mixed = Mixing.mix(own, other, mixture)
+    cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
+    assert cut.float().mean() == pytest.approx(0.5, abs=0.05)

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss, top_k_accuracy_score
+from torch.nn import functional as F
+from transformers import EvalPrediction
+
+from hf_vit_scratch.evaluation.figures import plot_curves
+from hf_vit_scratch.evaluation.metrics import (
+    TopKAccuracy,
+    compute_metrics,
+    detailed_report,
+    most_confident_mistakes,
+    summarise_logits,
+)
+
+
+def test_accuracy_of_rankings_by_hand():
+    rankings = [[3, 1, 0, 2, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [5, 6, 7, 8, 9]]
+
+    assert TopKAccuracy().compute(predictions=rankings, references=[3, 4, 0, 6]) == {
+        "accuracy": 0.25, "top5_accuracy": 0.75
+    }  # fmt: skip
+
+
+def summaries(logits, labels):
+    return tuple(summary.numpy() for summary in summarise_logits(logits, labels))
+
+
+def test_metrics_from_logits_match_scikit_learn():
+    logits, labels = torch.randn(500, 12), torch.randint(0, 12, (500,))
+
+    metrics = compute_metrics(EvalPrediction(summaries(logits, labels), labels.numpy()))
+
+    expected = [top_k_accuracy_score(labels, logits, k=k, labels=np.arange(12)) for k in (1, 5)]
+    assert [metrics["accuracy"], metrics["top5_accuracy"]] == expected
+    assert metrics["exact_loss"] == pytest.approx(log_loss(labels, logits.double().softmax(1)), rel=1e-6)
+
+
+def test_fewer_than_five_classes():
+    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+
+    assert summarise_logits(logits, torch.zeros(2, dtype=torch.int64))[0].tolist() == [[1, 0], [0, 1]]
+
+
+def test_report_per_class_and_confusion_by_hand():
+    best, labels = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 2, 2, 0])
+    predictions = (best[:, None], np.full(6, 0.9), np.zeros(6))
+
+    report = detailed_report(predictions, labels, ["cat", "dog", "cow", "emu"])
+
+    assert report["confusion_matrix"] == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]
+    assert report["per_class"]["dog"] == {
+        "precision": 1.0,
+        "recall": 0.5,
+        "f1-score": pytest.approx(2 / 3),
+        "support": 2,
+    }
+    assert report["per_class"]["emu"]["support"] == 0
+
+
+def test_class_may_be_named_as_an_average_is():
+    best, labels = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    predictions = (best[:, None], np.full(4, 0.9), np.zeros(4))
+
+    per_class = detailed_report(predictions, labels, ["accuracy", "macro avg"])["per_class"]
+
+    assert {name: row["support"] for name, row in per_class.items()} == {"accuracy": 1, "macro avg": 3}
+    assert per_class["macro avg"]["recall"] == pytest.approx(2 / 3)
+
+
+def test_calibration_by_hand():
+    # Bins of 1/15: confidence 0.95 falls into the last, 0.5 into the eighth.
+    predictions = (np.zeros((4, 1), dtype=int), np.array([0.95, 0.95, 0.5, 0.5]), np.zeros(4))
+
+    calibration = detailed_report(predictions, np.array([0, 1, 0, 0]), ["a", "b"])["calibration"]
+
+    assert [(b["confidence_up_to"], b["images"], b["accuracy"]) for b in calibration["bins"]] == [
+        (0.5333, 2, 1.0), (1.0, 2, 0.5)
+    ]  # fmt: skip
+    assert calibration["expected_calibration_error"] == pytest.approx((2 * 0.5 + 2 * 0.45) / 4)
+
+
+def test_calibrated_predictions_have_no_calibration_error():
+    confidence = np.random.uniform(0.1, 1, 200_000)
+    right = np.random.uniform(size=200_000) < confidence
+    predictions = (np.where(right, 0, 1)[:, None], confidence, np.zeros(200_000))
+
+    report = detailed_report(predictions, np.zeros(200_000, dtype=int), ["a", "b"])
+
+    assert report["calibration"]["expected_calibration_error"] < 0.01
+    assert sum(bin["images"] for bin in report["calibration"]["bins"]) == 200_000
+
+
+def test_loss_of_confident_half_precision_logits_is_finite():
+    logits = torch.tensor([[200.0, -200.0]], dtype=torch.bfloat16)
+
+    assert summarise_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
+    assert F.cross_entropy(logits.float(), torch.tensor([1])) == 400
+
+
+def test_most_confident_mistakes_come_first():
+    ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
+    predictions = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
+
+    assert most_confident_mistakes(predictions, np.array([0, 0, 0, 0, 0]), 2) == [2, 4]
+    assert most_confident_mistakes(predictions, ranked[:, 0], 2) == []
+
+
+def test_curves_leave_out_what_was_not_logged(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **kwargs: drawn.extend(figure.axes))
+
+    plot_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "curves.png")
+
+    assert [axes.get_title() for axes in drawn if axes.axison] == ["loss"]

@@ -1,0 +1,224 @@
+"""Model cards: what the Hub reads of them, and what a person does."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
+from PIL import Image
+
+from hf_vit_scratch import ViTScratchConfig
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation.figures import plot_confusion, plot_mistakes, plot_reliability
+from hf_vit_scratch.evaluation.metrics import detailed_report
+from hf_vit_scratch.evaluation.model_card import describe_machine, main, make_card
+
+ROOT = Path(__file__).parents[2]
+LABELS = ["cat", "dog", "eel"]
+
+
+@pytest.fixture
+def finished_run(tmp_path):
+    """Makes the folder of a run with three test images, of which `right` were classified rightly."""
+
+    def make(name, right=2, data_is_on_the_hub=True, **recipe):
+        folder = tmp_path / name
+        folder.mkdir()
+        ViTScratchConfig(image_size=[8, 16], patch_size=4, hidden_size=32, num_attention_heads=2).save_pretrained(
+            folder
+        )
+        labels = [0, 1, 2]
+        best = [label if number < right else (label + 1) % 3 for number, label in enumerate(labels)]
+        ranked = [[first, (first + 1) % 3, (first + 2) % 3] for first in best]
+        report = detailed_report(tuple(map(np.array, (ranked, [0.5] * 3, [0.7] * 3))), labels, LABELS)
+        metrics = {
+            "test_accuracy": right / 3, "test_top5_accuracy": 1.0, "test_loss": 0.7, "epoch": 3.0, "labels": LABELS,
+            "data_is_on_the_hub": data_is_on_the_hub,
+            "command": f"python train.py recipes/x.yaml --output_dir {folder}", **report, **describe_machine(),
+        }  # fmt: skip
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+        log = [{"step": step, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 101)]
+        log += [{"step": 100, "eval_accuracy": 0.5, "eval_loss": 0.9}, {"step": 100, "train_runtime": 12.3}]
+        (folder / "log.json").write_text(json.dumps(log))
+        recipe = {"data": "owner/animals", "hidden_size": 32, "output_dir": str(folder)} | recipe
+        (folder / "recipe.yaml").write_text(f"# a comment\n{yaml.safe_dump(recipe)}")
+        return folder
+
+    return make
+
+
+def test_metadata_are_what_the_hub_reads(finished_run, tmp_path):
+    make_card([finished_run("a")], tmp_path / "README.md", name="zoo", license="apache-2.0")
+
+    data = ModelCard.load(tmp_path / "README.md").data
+
+    assert (data.license, data.pipeline_tag, data.datasets) == (
+        "apache-2.0",
+        "image-classification",
+        ["owner/animals"],
+    )
+    assert (data.library_name, data.model_name, data.metrics) == ("transformers", "zoo", ["accuracy"])
+    (result,) = data.eval_results
+    assert (result.dataset_type, result.dataset_split, result.metric_type) == ("owner/animals", "test", "accuracy")
+    assert result.metric_value == pytest.approx(2 / 3, abs=1e-6)
+
+
+def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
+    make_card([finished_run("a")], tmp_path / "cards" / "zoo.md")
+
+    text = (tmp_path / "cards" / "zoo.md").read_text()
+
+    assert "| test accuracy | 66.7% |" in text
+    assert "| eel | 0.000 | 0.000 | 0.000 | 1 |" in text
+    assert "owner/animals: 3 test images, 3 classes" in text
+    assert "12 post-LN layers of width 32 with 2 heads, on images of 8x16 pixels in patches of 4x4" in text
+    assert "3.0 passes over the training images in 12 seconds" in text
+    assert "| 100 |  | 0.9 | 0.5 |  |" in text
+    assert text.count("\n| ") < 60  # of a hundred lines of log
+    assert "ore information needed" not in text.lower()
+    for picture in ("zoo_curves.png", "zoo_confusion_matrix.png"):
+        assert f"]({picture})" in text
+        with Image.open(tmp_path / "cards" / picture) as image:
+            image.verify()
+
+
+def test_card_of_a_resumed_run_counts_the_time_before(finished_run, tmp_path):
+    run = finished_run("a")
+    log = json.loads((run / "log.json").read_text())
+    (run / "log.json").write_text(json.dumps([*log, {"step": 100, "loss": 0.1, "minutes": 2.5}]))
+    make_card([run], tmp_path / "zoo.md")
+    assert "3.0 passes over the training images in 150 seconds" in (tmp_path / "zoo.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "model_cards").glob("*.md")), ids=lambda path: path.stem)
+def test_shipped_card_has_the_metadata_of_the_hub_and_the_number_that_the_table_shows(path):
+    card = ModelCard.load(path)
+
+    (result,) = card.data.eval_results
+    shown = float(re.search(r"\| test accuracy \| ([\d.]+)%", card.content)[1])
+    assert round(100 * result.metric_value, 1) == shown
+    assert (card.data.license, card.data.pipeline_tag) == ("apache-2.0", "image-classification")
+    assert (card.data.model_name, card.data.metrics) == (path.stem, ["accuracy"])
+    assert "more information needed" not in card.content.lower()
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", card.content):
+        assert (path.parent / picture).is_file()
+
+
+def test_run_of_an_older_version_has_a_card(finished_run, tmp_path):
+    folder = finished_run("a")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    del metrics["data_is_on_the_hub"]
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+
+    assert make_card([folder], tmp_path / "card.md").data.datasets == ["owner/animals"]
+
+
+def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
+    runs = [finished_run("a", right=3), finished_run("b", right=2), finished_run("c", right=1)]
+
+    card = make_card(runs, tmp_path / "card.md")
+
+    assert "| test accuracy | 66.7% (100.0, 66.7, 33.3 in 3 runs) |" in str(card)
+    assert card.data.eval_results[0].metric_value == pytest.approx(2 / 3, abs=1e-6)
+    assert str(card).count("python train.py") == 3
+
+
+def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
+    run = finished_run("a", data=str(tmp_path / "photos"), data_is_on_the_hub=False)
+
+    card = make_card([run], tmp_path / "card.md", data="my photographs")
+
+    assert str(tmp_path) not in str(card)
+    assert "data: photos" in str(card)
+    assert "python train.py recipes/x.yaml --output_dir a" in str(card)
+    assert "my photographs: 3 test images" in str(card)
+    assert card.data.datasets is None
+
+
+@pytest.mark.parametrize(
+    ("model", "origin", "from_scratch"),
+    [("S/16", "trained from random weights", True), ("/runs/mim", "fine-tuned from `mim`", False)],
+)
+def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin, from_scratch):
+    card = make_card([finished_run("a", model=model)], tmp_path / "card.md")
+
+    assert f"A Vision Transformer, {origin} with" in str(card)
+    assert ("trained-from-scratch" in card.data.tags) == from_scratch
+
+
+def test_folder_without_a_finished_run_is_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--output", str(tmp_path / "card.md")])
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"error: .*metrics\.json is missing: .* holds no finished run", last)
+
+
+def test_confusion_is_drawn_as_shares_of_the_true_class_by_row(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure.axes[0]))
+
+    plot_confusion([[8, 2], [0, 5]], ["cat", "dog"], tmp_path / "confusion_matrix.png")
+
+    (axes,) = drawn
+    assert axes.images[0].get_array().tolist() == [[0.8, 0.2], [0.0, 1.0]]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("true", "predicted")
+    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
+        ((0, 0), "80"), ((1, 0), "20"), ((1, 1), "100"),
+    }  # fmt: skip
+
+
+def test_run_without_labels_is_refused(finished_run, tmp_path):
+    folder = finished_run("a")
+    (folder / "metrics.json").write_text('{"test_loss": 1.0}')
+
+    with pytest.raises(UserError, match="holds no run of a classifier"):
+        make_card([folder], tmp_path / "card.md")
+
+
+def test_reliability_is_accuracy_over_confidence(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure.axes[0]))
+    bins = [
+        {"images": 1, "mean_confidence": 0.3, "accuracy": 0.0},
+        {"images": 3, "mean_confidence": 0.9, "accuracy": 2 / 3},
+    ]
+
+    plot_reliability(bins, 0.25, tmp_path / "reliability.png")
+
+    (axes,) = drawn
+    assert axes.lines[1].get_xydata().tolist() == [[0.3, 0.0], [0.9, 2 / 3]]
+    assert axes.lines[0].get_xydata().tolist() == [[0, 0], [1, 1]]
+    small, large = axes.collections[0].get_sizes() - 20
+    assert large == pytest.approx(3 * small)
+    assert "0.250" in axes.get_title()
+
+
+def test_mistakes_are_drawn_each_below_its_caption(tmp_path, monkeypatch, photographs):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.extend(figure.axes))
+    images = [photograph.resize((20, 10)) for photograph in photographs]
+
+    plot_mistakes(images, ["a temple", "a flower"], tmp_path / "mistakes.png")
+
+    for axes, image, caption in zip(drawn, images, ["a temple", "a flower"], strict=True):
+        np.testing.assert_array_equal(axes.images[0].get_array(), np.asarray(image))
+        assert axes.get_title() == caption
+
+
+def test_mistakes_that_the_run_has_drawn_are_in_the_card(finished_run, tmp_path):
+    folder = finished_run("a")
+    without = make_card([folder], tmp_path / "without.md")
+    Image.new("RGB", (4, 4)).save(folder / "mistakes.png")
+
+    card = make_card([folder], tmp_path / "zoo.md")
+    make_card([folder], folder / "README.md")
+
+    assert "mistakes" not in str(without)
+    assert "(zoo_mistakes.png)" in str(card)
+    assert (tmp_path / "zoo_mistakes.png").read_bytes() == (folder / "mistakes.png").read_bytes()
+    assert "(mistakes.png)" in (folder / "README.md").read_text()

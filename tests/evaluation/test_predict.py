@@ -1,0 +1,446 @@
+"""The command line that classifies files, folders and globs of images."""
+
+import csv
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY, randomise_
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from PIL import Image
+from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation import predict
+from hf_vit_scratch.evaluation.predict import find_images, main
+
+LABELS = ["ant", "bee, wild", "cat", "dog", "eel"]
+
+
+def save_image_processor(folder):
+    ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True).save_pretrained(folder)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves an image classifier with random weights, and returns its folder."""
+
+    def save(**fields):
+        config = ViTScratchConfig(**TINY | {"id2label": dict(enumerate(LABELS))} | fields)
+        randomise_(ViTScratchForImageClassification(config), 0.2).save_pretrained(tmp_path / "model")
+        save_image_processor(tmp_path / "model")
+        return tmp_path / "model"
+
+    return save
+
+
+@pytest.fixture
+def mixed_images(tmp_path, photographs):
+    """Nine images of all kinds, no two alike."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned
+    for number, mode in enumerate(("RGB", "L", "RGBA", "P", "CMYK", "LA", "1")):
+        image = photographs[number % 2].crop((50 * number, 0, 50 * number + 90, 60)).convert(mode)
+        image.save(folder / f"{number}.tiff")
+    photographs[0].resize((90, 60)).save(folder / "7.jpg", exif=exif)
+    photographs[1].resize((200, 9)).save(folder / "8.gif")
+    return folder
+
+
+def run(*arguments):
+    return main([*map(str, arguments), "--device", "cpu"])
+
+
+def results_of(capsys, *arguments):
+    """The exit code, the results, and the lines on standard error."""
+    code = run(*arguments)
+    printed = capsys.readouterr()
+    return code, [json.loads(line) for line in printed.out.splitlines()], printed.err.splitlines()
+
+
+def error_of(capsys, *arguments):
+    """The one line that a refused command prints."""
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line.removeprefix("vit-scratch predict: error: ")
+
+
+def plain_predictions(model, path):
+    """Those of transformers' own pipeline on one image."""
+    with Image.open(path) as image:  # given the path, it leaves some kinds of files open
+        return pipeline("image-classification", model=str(model), device="cpu")(image)
+
+
+def assert_same_predictions(actual, expected):
+    assert [best["label"] for best in actual] == [best["label"] for best in expected]
+    assert [best["score"] for best in actual] == pytest.approx([best["score"] for best in expected], abs=1e-5)
+
+
+# Predictions
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--batch_size", 1], ["--batch_size", 4], ["--batch_size", 4, "--num_workers", 1], []],
+    ids=["single", "batches", "worker", "default"],
+)
+def test_predictions_are_those_of_the_plain_pipeline_on_each_image(options, saved, mixed_images, capsys):
+    model = saved()
+    paths = sorted(map(str, mixed_images.iterdir()))
+
+    code, results, errors = results_of(capsys, model, mixed_images, *options)
+
+    assert (code, errors) == (0, [])
+    assert [result["image"] for result in results] == paths
+    assert len({round(result["predictions"][0]["score"], 5) for result in results}) == len(
+        paths
+    )  # none could be swapped
+    for path, result in zip(paths, results, strict=True):
+        assert_same_predictions(result["predictions"], plain_predictions(model, path))
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "scores_of"),
+    [
+        ("single_label_classification", lambda logits: logits.softmax(-1)),
+        ("multi_label_classification", torch.sigmoid),
+    ],
+    ids=["softmax", "sigmoid"],
+)
+def test_scores_are_those_of_the_kind_of_problem(problem_type, scores_of, saved, mixed_images, capsys):
+    folder = saved(problem_type=problem_type)
+    model = ViTScratchForImageClassification.from_pretrained(folder)
+    with Image.open(mixed_images / "0.tiff") as image, torch.no_grad():
+        pixels = ViTImageProcessor.from_pretrained(folder)(image, return_tensors="pt")
+        scores = scores_of(model(**pixels).logits[0])
+
+    _, results, _ = results_of(capsys, folder, mixed_images / "0.tiff")
+
+    expected = [{"label": LABELS[place], "score": float(scores[place])} for place in scores.argsort(descending=True)]
+    assert_same_predictions(results[0]["predictions"], expected)
+
+
+def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, capsys):
+    folder = saved(problem_type="regression", num_labels=1, id2label={0: "age"})
+
+    _, results, _ = results_of(capsys, folder, mixed_images / "0.tiff")
+
+    assert_same_predictions(results[0]["predictions"], plain_predictions(folder, mixed_images / "0.tiff"))
+
+
+@pytest.mark.parametrize(("top_k", "num_given"), [(1, 1), (3, 3), (99, 5)])
+def test_top_k_classes_are_given_and_at_most_all(top_k, num_given, saved, mixed_images, capsys):
+    _, results, _ = results_of(capsys, saved(), mixed_images, "--top_k", top_k)
+
+    assert {len(result["predictions"]) for result in results} == {num_given}
+
+
+# Broken images
+
+
+def break_image(path, how):
+    whole = path.read_bytes()
+    path.write_bytes({"text": b"a renamed text", "truncated": whole[: len(whole) // 2], "zero_bytes": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["text", "truncated", "zero_bytes"])
+def test_broken_image_is_named_and_passed_over(how, saved, class_folders, capsys):
+    broken = class_folders / "temple" / "03.jpg"
+    break_image(broken, how)
+
+    code, results, errors = results_of(capsys, saved(), class_folders, "--batch_size", 5)
+
+    assert code == 1
+    assert [result["image"] for result in results if "error" in result] == [str(broken)]
+    assert len([result for result in results if "predictions" in result]) == 23
+    (result,) = (result for result in results if "error" in result)
+    assert re.fullmatch(rf"{broken} cannot be decoded as an image \(.+\)\.", result["error"])
+    assert errors == [
+        f"vit-scratch predict: {result['error']}",
+        "vit-scratch predict: 1 of 24 images cannot be decoded",
+    ]
+
+
+def test_decompression_bomb_is_a_broken_image(saved, mixed_images, photographs, monkeypatch, capsys):
+    photographs[0].save(mixed_images / "bomb.png")  # of 640x427 pixels; the others have 5400 at most
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+
+    code, results, _ = results_of(capsys, saved(), mixed_images)
+
+    assert code == 1
+    assert "decompression bomb" in results[-1]["error"]
+    assert ["error" in result for result in results] == [False] * 9 + [True]
+
+
+def test_images_around_broken_ones_keep_their_own_predictions(saved, mixed_images, capsys):
+    model = saved()
+    paths = sorted(mixed_images.iterdir())
+    for number in (0, 3, 4, 5, 8):  # the first of a batch, the last, and a whole batch of three
+        break_image(paths[number], "text")
+
+    code, results, _ = results_of(capsys, model, mixed_images, "--batch_size", 3)
+
+    assert code == 1
+    assert [result["image"] for result in results] == list(map(str, paths))
+    assert ["error" in result for result in results] == [number in (0, 3, 4, 5, 8) for number in range(9)]
+    for number in (1, 2, 6, 7):
+        assert_same_predictions(results[number]["predictions"], plain_predictions(model, paths[number]))
+
+
+# Which images
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A working folder with files, as if they were images."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("in/b.png", "in/a.JPG", "in/deep/er/c.tiff", "in/notes.txt", "in/.d.png", "in/e[1].png", "raw"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    Path("in/folder.png").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["in"], ["in/a.JPG", "in/b.png", "in/deep/er/c.tiff", "in/e[1].png"]),
+        (["in/*"], ["in/a.JPG", "in/b.png", "in/e[1].png"]),
+        (["in/**/*.tiff", "in/?.png"], ["in/deep/er/c.tiff", "in/b.png"]),
+        (["raw", "in/notes.txt"], ["raw", "in/notes.txt"]),
+        (["in/e[1].png"], ["in/e[1].png"]),
+        (["in/b.png", "in/?.*", "in/deep"], ["in/b.png", "in/a.JPG", "in/deep/er/c.tiff"]),
+    ],
+    ids=["folder", "glob", "globs", "any_suffix", "brackets", "each_once"],
+)
+def test_names_lead_to_images(names, found, tree):
+    assert find_images(names) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("in/*.gif", "is no file or folder, and as a glob it matches no image"),
+        ("in/nothing.png", "is no file or folder"),
+        ("in/folder.png", "folder holds no image"),
+    ],
+)
+def test_name_that_leads_to_nothing_is_refused(name, message, tree):
+    with pytest.raises(UserError, match=f"^{re.escape(name)}: this {message}"):
+        find_images(["in", name])
+
+
+def test_images_are_looked_for_before_the_model(tree, capsys):
+    assert error_of(capsys, "no/such/model", "in/*.gif").startswith("in/*.gif: this is no file or folder")
+
+
+# Output
+
+
+def test_table_has_one_row_per_image_and_a_column_of_errors(saved, mixed_images, tmp_path, capsys):
+    break_image(mixed_images / "3.tiff", "text")
+    model, table = saved(), tmp_path / "new" / "table.csv"
+
+    assert run(model, mixed_images, "--top_k", 2, "--output", table) == 1
+
+    assert capsys.readouterr().out == ""
+    assert os.listdir(table.parent) == ["table.csv"]
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    _, results, _ = results_of(capsys, model, mixed_images, "--top_k", 2)
+    assert list(rows[0]) == ["image", "label_1", "score_1", "label_2", "score_2", "error"]
+    for row, result in zip(rows, results, strict=True):
+        ranked = result.get("predictions", [{"label": "", "score": ""}] * 2)
+        expected = [result["image"], *(str(value) for best in ranked for value in best.values())]
+        assert list(row.values()) == [*expected, result.get("error", "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "table"),
+    [
+        ("out.jsonl", [], False),
+        ("out.CSV", [], True),
+        ("out", [], False),
+        ("out.csv", ["--format", "jsonl"], False),
+        ("out.jsonl", ["--format", "csv"], True),
+    ],
+)
+def test_format_follows_the_suffix_unless_it_is_given(name, options, table, saved, mixed_images, tmp_path):
+    run(saved(), mixed_images / "0.tiff", "--output", tmp_path / name, *options)
+
+    first, *_ = (tmp_path / name).read_text().splitlines()
+    assert first.startswith("image,label_1,score_1,") if table else json.loads(first)["predictions"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take names in UTF-8 only")
+@pytest.mark.parametrize("to_file", [False, True], ids=["standard_output", "file"])
+def test_name_that_is_not_in_utf_8_comes_out_as_it_is(to_file, saved, photographs, tmp_path, capsysbinary):
+    image = tmp_path / os.fsdecode(b"caf\xe9.png")
+    photographs[0].save(image)
+    table = tmp_path / "table.csv"
+
+    assert run(saved(), image, "--format", "csv", *(["--output", table] if to_file else [])) == 0
+
+    written = table.read_bytes() if to_file else capsysbinary.readouterr().out
+    assert b"/caf\xe9.png," in written
+
+
+def test_interrupted_output_is_not_taken_for_whole(saved, mixed_images, tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        yield {"image": "a.png", "predictions": []}
+        raise KeyboardInterrupt
+
+    output = tmp_path / "results.jsonl"
+    output.write_text("of yesterday")
+    monkeypatch.setattr(predict, "predict", interrupted)
+
+    assert run(saved(), mixed_images, "--output", output) == 130
+
+    assert output.read_text() == "of yesterday"
+    assert (tmp_path / "results.jsonl.partial").read_text() == '{"image": "a.png", "predictions": []}\n'
+    assert capsys.readouterr().err == "vit-scratch predict: interrupted\n"
+
+
+def test_closed_pipe_ends_the_command_without_a_word(saved, mixed_images, monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)  # as `head` does once it has its lines
+
+    with os.fdopen(write, "w") as pipe:  # which is flushed at the end once more
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert run(saved(), mixed_images) == 141
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "has_bar"),
+    [(True, [], True), (True, ["--quiet"], False), (False, [], False)],
+    ids=["terminal", "quiet", "no_terminal"],
+)
+def test_progress_is_shown_in_a_terminal(terminal, options, has_bar, saved, mixed_images, monkeypatch, capsys):
+    model = saved()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    enable_progress_bars()
+
+    run(model, mixed_images, *options)
+    disable_progress_bars()
+
+    assert ("9/9" in capsys.readouterr().err) == has_bar
+
+
+# Refusals
+
+
+def save_encoder(folder):
+    ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(folder)
+    save_image_processor(folder)
+
+
+def save_bert(folder):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(**sizes, vocab_size=3)).save_pretrained(folder)
+
+
+def save_without_image_processor(folder):
+    ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(folder)
+
+
+def save_truncated(folder):
+    save_without_image_processor(folder)
+    save_image_processor(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def save_with_other_classes(folder):
+    save_without_image_processor(folder)
+    save_image_processor(folder)
+    ViTScratchConfig(**TINY | {"num_labels": 7}).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda folder: None, r"is no folder, and no name on the Hub\."),
+        (Path.mkdir, r"holds no config\.json\. Give the folder of a saved model\."),
+        (save_encoder, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
+        (save_with_other_classes, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
+        (save_bert, r"cannot be loaded as an image classifier: .*BertConfig"),
+        (save_without_image_processor, r"cannot be loaded as an image classifier: .*image processor"),
+        (save_truncated, r"cannot be loaded as an image classifier: .*is damaged: model\.safetensors .*\(OSError\)\."),
+    ],
+    ids=["missing", "empty", "encoder", "other_classes", "bert", "no_image_processor", "truncated"],
+)
+def test_folder_that_is_no_image_classifier_is_refused(save, message, mixed_images, tmp_path, capsys):
+    folder = tmp_path / "theirs"
+    save(folder)
+
+    assert re.match(f"{folder} {message}", error_of(capsys, folder, mixed_images))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("runs/digits", r"is no folder, and no name on the Hub\."),
+        (
+            "someone/digits",
+            r"is no folder, and from the Hub it cannot be loaded as an image classifier: .*\(OSError\)",
+        ),
+    ],
+)
+def test_missing_run_is_not_looked_for_on_the_hub(model, message, mixed_images, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+
+    assert re.match(f"{model} {message}", error_of(capsys, model, mixed_images))
+
+
+@pytest.mark.parametrize(("model_type", "code"), [("theirs", 2), ("vit_scratch", 0)])
+def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_images, tmp_path):
+    folder = saved()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": model_type,
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForImageClassification": "theirs.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "theirs.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()")
+
+    assert run(folder, mixed_images) == code
+
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top_k", "0"], r"--top_k must be at least 1, got 0\."),
+        (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
+        (["--num_workers", "-1"], r"--num_workers must be at least 0, got -1\."),
+        (["--output", "."], r"--output \. is a folder\."),
+        (["--output", "/dev/null/table.csv"], r"--output /dev/null/table\.csv cannot be written: "),
+    ],
+)
+def test_option_that_cannot_be_is_refused(options, message, saved, mixed_images, capsys):
+    assert re.match(message, error_of(capsys, saved(), mixed_images, *options))
+
+
+def test_device_that_is_not_there_is_refused(saved, mixed_images, capsys):
+    assert main([str(saved()), str(mixed_images), "--device", "abacus"]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"error: --device abacus: .*\(RuntimeError\)\.$", line)
+
+
+def test_output_that_is_no_regular_file_is_written_as_it_is(saved, mixed_images):
+    assert run(saved(), mixed_images, "--output", "/dev/null") == 0
+
+    assert not Path("/dev/null").is_file()

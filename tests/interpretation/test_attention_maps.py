@@ -1,0 +1,287 @@
+"""What a model looks at: known attention gives known answers, and a found square is where relevance lies."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY, assert_equal, randomise_
+from PIL import Image
+from sklearn.decomposition import PCA
+from torch.nn import functional as F
+from transformers import ViTImageProcessor, pipeline
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
+from hf_vit_scratch.interpretation import attention_maps
+from hf_vit_scratch.interpretation.attention_maps import (
+    attention,
+    class_attention,
+    image_of,
+    over_patches,
+    patch_filters,
+    position_similarity,
+    rollout,
+)
+
+
+def classifier(**fields):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**TINY | fields)).double()
+    randomise_(model, 0.5)
+    return model
+
+
+@pytest.fixture
+def pixels():
+    return torch.randn(2, 3, 16, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_attention_is_the_same_whatever_the_implementation(implementation, pooling, pixels):
+    model = classifier(pooling=pooling)
+    model.set_attn_implementation("eager")
+    expected = torch.stack(model.eval()(pixels, output_attentions=True).attentions, dim=1)
+    model.set_attn_implementation(implementation)
+    assert_equal(attention(model, pixels), expected)
+    num_tokens = 12 + (pooling == "cls")
+    assert expected.shape == (2, 2, 4, num_tokens, num_tokens)
+
+
+def test_the_model_is_as_before_afterwards(pixels):
+    model = classifier().train()
+    model.set_attn_implementation("sdpa")
+    attention(model, pixels)
+    class_attention(model, pixels)
+    with pytest.raises(ValueError, match="must have 3 channels"):
+        attention(model, pixels[:, :1])
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_of_half_precision_is_float32_and_of_an_encoder_too(pixels):
+    model = ViTScratchModel(ViTScratchConfig(**TINY)).bfloat16()
+    maps = attention(model, pixels)
+    assert maps.dtype == torch.float32
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 2, 4, 13), rtol=0, atol=0.02)
+
+
+def test_rollout_of_a_model_that_attends_evenly_is_known(pixels):
+    model = classifier(num_hidden_layers=3)
+    for layer in model.vit.layers:
+        for parameter in layer.attention.q_proj.parameters():
+            torch.nn.init.zeros_(parameter)  # all scores are 0, so each token takes 1/13 of each
+    # (I/2 + J/(2 N))^3, where J is full of ones: a part of 1/8 never left its token.
+    expected = torch.full((13, 13), 7 / 8 / 13, dtype=torch.float64) + torch.eye(13, dtype=torch.float64) / 8
+    assert_equal(rollout(attention(model, pixels)), expected.expand(2, -1, -1))
+
+
+def test_rollout_follows_the_layers_from_the_first():
+    # Layer 0: token 0 takes all of token 1, the others of themselves. Layer 1: token 2 takes all of token 0.
+    first, second = torch.eye(3)[[1, 1, 2]], torch.eye(3)[[0, 1, 0]]
+    attentions = torch.stack((first, second))[None, :, None].double()
+    # By hand: token 0 is half itself and half 1; then token 2 is half itself, and half that.
+    expected = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.25, 0.25, 0.5]]], dtype=torch.float64)
+    assert_equal(rollout(attentions), expected)
+
+
+def test_rollout_takes_the_mean_of_the_heads():
+    attentions = torch.rand(2, 3, 4, 5, 5, dtype=torch.float64).softmax(-1)
+    assert_equal(rollout(attentions), rollout(attentions.mean(2, keepdim=True)))
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_class_attention_is_that_of_the_paper_written_with_hooks(pooling, pixels):
+    model = classifier(pooling=pooling, use_cls_token=True).eval()
+    model.set_attn_implementation("eager")
+    kept, expected = [], []
+
+    def keep(module, args, output):
+        output[1].retain_grad()
+        kept.append(output[1])
+
+    hooks = [layer.attention.register_forward_hook(keep) for layer in model.vit.layers]
+    for image in range(2):
+        kept.clear()
+        model(pixels[image : image + 1], output_attentions=True).logits[0, 3].backward()
+        relevance = np.eye(13)
+        for probs in kept:
+            weighted = (probs.grad[0] * probs[0].detach()).numpy()
+            relevance = relevance + np.maximum(weighted, 0).mean(0) @ relevance
+        taken = relevance[0, 1:] if pooling == "cls" else (relevance - np.eye(13))[1:, 1:].mean(0)
+        expected.append(torch.from_numpy(taken.reshape(4, 3)))
+    for hook in hooks:
+        hook.remove()
+    assert_equal(class_attention(model, pixels, [3, 3]), torch.stack(expected))
+
+
+def test_class_attention_is_of_the_predicted_class_by_default(pixels):
+    model = classifier(pooling="mean")
+    predicted = model.eval()(pixels).logits.argmax(-1)
+    assert_equal(class_attention(model, pixels), class_attention(model, pixels, predicted))
+    other = (predicted + 1) % 5
+    assert (class_attention(model, pixels) - class_attention(model, pixels, other)).abs().max() > 1e-6
+
+
+def test_class_attention_of_a_frozen_model_under_no_grad(pixels):
+    model = classifier()
+    expected = class_attention(model, pixels)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        assert_equal(class_attention(model, pixels), expected)
+
+
+@pytest.mark.parametrize("class_ids", [[0], [0, 5], [-1, 0]])
+def test_classes_that_are_not_there_are_refused(class_ids, pixels):
+    with pytest.raises(ValueError, match="class_ids must be 2 numbers from 0 to 4"):
+        class_attention(classifier(), pixels, class_ids)
+
+
+COLOURS = ([0], [1], [2], [0, 1], [0, 2], [1, 2])
+
+
+def coloured_squares(number):
+    """Images of noise with a bright square of two by two patches somewhere, its class the colour; and where it is."""
+    images, where = 0.3 * torch.randn(number, 3, 32, 32), torch.zeros(number, 8, 8)
+    labels = torch.randint(len(COLOURS), (number,))
+    for image, label, place, (top, left) in zip(images, labels, where, torch.randint(7, (number, 2)), strict=True):
+        image[COLOURS[label], 4 * top : 4 * top + 8, 4 * left : 4 * left + 8] += 3.0
+        place[top : top + 2, left : left + 2] = 1
+    return images, labels, where
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_class_attention_of_a_model_trained_to_find_a_square_lies_on_the_square(pooling):
+    config = ViTScratchConfig(
+        image_size=32, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        norm_first=True, pooling=pooling, num_labels=len(COLOURS),
+    )  # fmt: skip
+    model = ViTScratchForImageClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        images, labels, _ = coloured_squares(32)
+        model(images, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    images, labels, where = coloured_squares(64)
+    assert (model.eval()(images).logits.argmax(-1) == labels).float().mean() > 0.95
+    maps = class_attention(model, images, labels)
+    share = (maps * where).sum((1, 2)) / maps.sum((1, 2))
+    assert share.mean() > 0.5, f"{share.mean():.2f} of the relevance, on 6% of the area"
+
+
+def test_what_a_patch_takes_is_its_row_and_what_the_image_takes_is_that_of_its_vector():
+    weights = torch.rand(2, 7, 7)
+    with_class_token = over_patches(weights, (3, 2))
+    torch.testing.assert_close(with_class_token[1, 2, 0], weights[1, 0, 1 + 4], rtol=0, atol=0)
+    torch.testing.assert_close(over_patches(weights, (3, 2), (1, 1))[0, 2, 1], weights[0, 4, 6], rtol=0, atol=0)
+    without = over_patches(weights[:, 1:, 1:], (3, 2))
+    torch.testing.assert_close(without[0, 1, 0], weights[0, 1:, 3].mean())
+    torch.testing.assert_close(over_patches(weights[:, 1:, 1:], (2, 3), (1, 0))[0, 0, 2], weights[0, 4, 3])
+
+
+def test_what_the_image_takes_where_a_class_token_is_not_read_is_the_mean_of_the_patches():
+    weights = torch.rand(2, 7, 7)
+    torch.testing.assert_close(over_patches(weights, (3, 2), pooling="mean")[0, 1, 0], weights[0, 1:, 3].mean())
+
+
+@pytest.mark.parametrize("patch", [(3, 0), (0, 2), (-1, 0)])
+def test_a_patch_outside_of_the_grid_is_refused(patch):
+    with pytest.raises(ValueError, match="grid of 3 rows and 2 columns"):
+        over_patches(torch.rand(7, 7), (3, 2), patch)
+
+
+def test_a_grid_that_is_too_large_is_refused():
+    with pytest.raises(ValueError, match="3 x 3 patches has more than the 7 tokens"):
+        over_patches(torch.rand(7, 7), (3, 3))
+
+
+@pytest.mark.parametrize("kind", ["learned", "sincos2d"])
+def test_position_similarity_is_the_cosine_of_the_two_patches(kind):
+    model = ViTScratchModel(ViTScratchConfig(**TINY, position_embedding_type=kind)).double()
+    if kind == "learned":
+        randomise_(model, 0.5)
+    similarity = position_similarity(model)
+    table = model.embeddings.position_embeddings[0].detach()
+    expected = F.cosine_similarity(table[1 + 3 * 1 + 2], table[1 + 3 * 3 + 0], dim=0)
+    assert similarity.shape == (4, 3, 4, 3)
+    assert_equal(similarity[1, 2, 3, 0], expected)
+
+
+def test_patch_filters_are_the_principal_components():
+    model = classifier(hidden_size=64)
+    weight = model.vit.embeddings.patch_embeddings.projection.weight.detach()
+    expected = torch.from_numpy(PCA(5).fit(weight.flatten(1).numpy()).components_)
+    found = patch_filters(model, 5)
+    assert found.shape == (5, 3, 4, 8)
+    signs = (found.flatten(1) * expected).sum(1, keepdim=True).sign()
+    assert_equal(found.flatten(1), expected * signs)
+    assert (found.flatten(1).amax(1) == found.flatten(1).abs().amax(1)).all()
+
+
+def test_the_image_that_the_model_sees_comes_back(photographs):
+    image = photographs[0].resize((24, 16))
+    processor = ViTImageProcessor(
+        size={"height": 16, "width": 24}, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.6, 0.7]
+    )
+    pixels = processor(images=image, return_tensors="pt")["pixel_values"][0]
+    np.testing.assert_array_equal(image_of(pixels, processor), np.asarray(image))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**TINY))
+    model.save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
+    photographs[0].save(tmp_path / "photo.png")
+    output = tmp_path / "pictures"
+    assert attention_maps.main([str(saved), str(tmp_path / "photo.png"), "--output_dir", str(output)]) == 0
+    printed = capsys.readouterr().out.split()
+    names = ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"]
+    assert printed == [str(output / f"{name}.png") for name in names]
+    for path in printed:
+        assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"problem_type": "multi_label_classification"}, {"num_labels": 1}, {"problem_type": "regression"}],
+    ids=str,
+)
+def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
+    config = ViTScratchConfig(**TINY | fields)
+    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
+    image = photographs[0]
+
+    titles = [axes.get_title() for axes in attention_maps.draw_all(pipe, image)["class_attention"].axes]
+
+    kind = "{label}: {score:.4g}" if fields.get("problem_type") == "regression" else "{label}: {score:.0%}"
+    assert [title for title in titles if ":" in title] == [kind.format(**best) for best in pipe(image, top_k=2)]
+
+
+def test_each_title_belongs_to_its_map_where_scores_are_equal(photographs, monkeypatch):
+    config = ViTScratchConfig(**TINY | {"problem_type": "multi_label_classification"})
+    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    model.classifier.bias.data = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])  # all 100%
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
+    shown = []
+    monkeypatch.setattr(
+        attention_maps, "class_attention", lambda model, pixels, ids: shown.extend(ids) or torch.ones(1, 4, 3)
+    )
+
+    figure = attention_maps.draw_all(pipe, photographs[0])["class_attention"]
+
+    titles = [axes.get_title() for axes in figure.axes if ":" in axes.get_title()]
+    assert titles == [f"LABEL_{id}: 100%" for id in shown]
+    assert len(titles) == 2
+
+
+def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):
+    (tmp_path / "broken.jpg").write_text("no image")
+    assert attention_maps.main([str(saved), str(tmp_path / "broken.jpg"), "--output_dir", str(tmp_path)]) == 2
+    assert "broken.jpg" in capsys.readouterr().err

@@ -1,0 +1,629 @@
+"""The page that shows what a model attends to: its pictures, what it refuses, and itself in a real browser."""
+
+import base64
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from helpers import TINY, randomise_
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, pipeline
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation.predict import load_classifier
+from hf_vit_scratch.interpretation import explorer
+from hf_vit_scratch.interpretation.explorer import (
+    MAX_FILE_BYTES,
+    Choice,
+    Explorer,
+    Seen,
+    draw_map,
+    draw_matrix,
+    draw_picture,
+    examples_html,
+    load_examples,
+    main,
+    open_upload,
+    patch_at,
+    predictions_html,
+    write_space,
+)
+
+LABELS = ["ant", "bee", "<b>cat</b>", "dog", "eel"]
+ROWS, COLS = 4, 3  # of TINY's patches
+CHROMIUM, CHROMEDRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+
+
+def save_model(folder, **fields):
+    config = ViTScratchConfig(**TINY | {"id2label": dict(enumerate(LABELS))} | fields)
+    randomise_(ViTScratchForImageClassification(config), 0.2).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True).save_pretrained(folder)
+    return folder
+
+
+def random_seen(num_prefix_tokens=1):
+    """Two layers of three heads, with numbers that half precision holds exactly."""
+    num_tokens = num_prefix_tokens + ROWS * COLS
+    return Seen(
+        picture=np.random.randint(256, size=(16, 24, 3), dtype=np.uint8),
+        predictions=[{"label": "dog", "score": 0.75}, {"label": LABELS[2], "score": 0.25}],
+        grid=(ROWS, COLS),
+        pooling="cls" if num_prefix_tokens else "mean",
+        attentions=(torch.randint(1, 256, (2, 3, num_tokens, num_tokens)) / 256).half(),
+        rollout=torch.rand(ROWS, COLS),
+        class_attention=7 * torch.rand(ROWS, COLS),
+    )
+
+
+def pixels_of(html):
+    """The one picture of a page's part."""
+    ((data, alt),) = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)">', html)
+    assert alt
+    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+        return np.asarray(image)
+
+
+def in_colours(values):
+    values = np.asarray(values, dtype=np.float32)
+    return matplotlib.colormaps["viridis"](values / values.max(), bytes=True)[..., :3]
+
+
+def file_of(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_of_size(width, height):
+    """A small file that says it is a large image."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")
+
+
+# What an image does in the model
+
+
+@pytest.mark.parametrize("fields", [{}, {"pooling": "mean", "attn_implementation": "sdpa"}], ids=["cls", "mean"])
+def test_everything_shown_is_what_the_model_does(fields, tmp_path, photographs):
+    folder = save_model(tmp_path / "model", **fields)
+    seen = Explorer(load_classifier(str(folder), "cpu"), "model").look(photographs[0])
+
+    model = ViTScratchForImageClassification.from_pretrained(folder, attn_implementation="eager")
+    inputs = ViTImageProcessor.from_pretrained(folder)(photographs[0], return_tensors="pt")
+    attentions = torch.cat(model(**inputs, output_attentions=True).attentions)
+    assert seen.grid == (ROWS, COLS)
+    torch.testing.assert_close(seen.attentions.float(), attentions, rtol=0, atol=5e-4)  # half precision below 1
+    expected = pipeline("image-classification", model=str(folder), device="cpu")(photographs[0])
+    assert [best["label"] for best in seen.predictions] == [best["label"] for best in expected]
+    assert [best["score"] for best in seen.predictions] == pytest.approx(
+        [best["score"] for best in expected], abs=1e-5
+    )
+    resized = np.asarray(photographs[0].resize((24, 16), Image.Resampling.BILINEAR), dtype=int)
+    assert np.abs(seen.picture - resized).max() <= 2
+    assert seen.rollout.shape == seen.class_attention.shape == (ROWS, COLS)
+    assert seen.class_attention.min() >= 0
+
+
+def test_grey_model_is_shown_too(tmp_path, photographs):
+    config = ViTScratchConfig(**TINY | {"num_channels": 1})
+    ViTScratchForImageClassification(config).save_pretrained(tmp_path)
+    size = {"height": 16, "width": 24}
+    ViTImageProcessor(size=size, image_mean=[0.5], image_std=[0.5]).save_pretrained(tmp_path)
+    seen = Explorer(load_classifier(str(tmp_path), "cpu"), "model").look(photographs[0].convert("L"))
+
+    assert pixels_of(draw_picture(seen, Choice())).shape == (16, 24, 3)
+
+
+def test_other_models_are_refused(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=32)).save_pretrained(tmp_path)
+    ViTImageProcessor().save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match="needs a ViTScratchForImageClassification, mine holds a ViTFor"):
+        Explorer(load_classifier(str(tmp_path), "cpu"), "mine")
+
+
+def test_attention_that_is_kept_fits_into_the_memory_for_it(tmp_path):
+    small = Explorer(load_classifier(str(save_model(tmp_path / "small")), "cpu"), "small")
+    fields = {"image_size": [320, 480], "patch_size": 8}  # 2,401 tokens
+    large = Explorer(load_classifier(str(save_model(tmp_path / "large", **fields)), "cpu"), "large")
+
+    assert small.num_kept() == 200
+    assert 2 <= large.num_kept() <= 2**29 / (2 * 2 * 4 * 2401**2) + 1
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+@pytest.mark.parametrize("head", [0, 2])
+def test_map_is_what_the_chosen_patch_reads(num_prefix_tokens, head):
+    seen = random_seen(num_prefix_tokens)
+
+    html, sentence = draw_map(seen, Choice("patch", layer=2, head=head, row=3, col=2))
+
+    layer = seen.attentions[1].float().numpy()
+    weights = layer[head - 1] if head else layer.mean(axis=0)
+    reads = weights[num_prefix_tokens + 2 * COLS + 1, num_prefix_tokens:].reshape(ROWS, COLS)
+    np.testing.assert_array_equal(pixels_of(html), in_colours(reads))
+    row, col = divmod(int(reads.argmax()), COLS)
+    assert sentence.startswith("The patch in row 3, column 2 reads most from the patch in ")
+    assert sentence.endswith(f" row {row + 1}, column {col + 1}: {100 * reads.max():.3g}%.")
+    assert '<rect class="vit-outer" x="1" y="2" width="1" height="1"/>' in html
+    assert f"layer 2, {'head 2' if head else 'mean of the heads'}" in html
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+def test_maps_of_the_whole_image_are_those_of_its_vector(num_prefix_tokens):
+    seen = random_seen(num_prefix_tokens)
+
+    maps = {view: pixels_of(draw_map(seen, Choice(view))[0]) for view in ("image", "rollout", "class")}
+
+    weights = seen.attentions[0].float().numpy().mean(axis=0)
+    reads = weights[0, 1:] if num_prefix_tokens else weights.mean(axis=0)
+    np.testing.assert_array_equal(maps["image"], in_colours(reads.reshape(ROWS, COLS)))
+    np.testing.assert_array_equal(maps["rollout"], in_colours(seen.rollout))
+    np.testing.assert_array_equal(maps["class"], in_colours(seen.class_attention))
+
+
+def test_map_of_zeros_is_drawn():
+    seen = dataclasses.replace(random_seen(), class_attention=torch.zeros(ROWS, COLS))
+
+    assert len(np.unique(pixels_of(draw_map(seen, Choice("class"))[0]).reshape(-1, 3), axis=0)) == 1
+
+
+@pytest.mark.parametrize(("number", "outlined"), [(13, True), (8, True), (7, False), (1, False)])
+def test_matrix_has_the_first_tokens(number, outlined):
+    seen = random_seen()
+
+    html = draw_matrix(seen, Choice(layer=1, head=3, row=3, col=1, num_tokens=number))
+
+    np.testing.assert_array_equal(pixels_of(html), in_colours(seen.attentions[0, 2, :number, :number].float()))
+    assert ('<rect class="vit-outer" x="0" y="7" ' in html) == outlined  # the class token, six patches, then this
+
+
+def test_picture_is_the_image_with_its_patches():
+    seen = random_seen()
+
+    html = draw_picture(seen, Choice(row=4, col=3))
+
+    np.testing.assert_array_equal(pixels_of(html), seen.picture)
+    assert "24 x 16 pixels in 3 x 4 patches; the patch in row 4, column 3 is outlined" in html
+    assert '<rect class="vit-outer" x="2" y="3"' in html
+    assert 'd="M0 1H3M0 2H3M0 3H3M1 0V4M2 0V4"' in html
+
+
+@pytest.mark.parametrize(
+    ("place", "patch"),
+    [((0, 0), (1, 1)), ((1, 1), (4, 3)), ((0.34, 0.24), (1, 2)), ((0.66, 0.76), (4, 2)), ((-5, 9), (4, 1))],
+)
+def test_place_in_the_picture_leads_to_its_patch(place, patch):
+    assert patch_at(*place, (ROWS, COLS)) == patch
+
+
+def test_choice_outside_the_model_is_cut():
+    seen = random_seen()
+
+    assert Choice("image", 99, 99, 99, 99, 99).within(seen) == ("image", 2, 3, 4, 3, 13)
+    assert Choice("image", -1, 0, -1, 0, -1).within(seen) == ("image", 1, 0, 1, 1, 1)
+
+
+def test_names_of_classes_and_files_are_no_markup(photographs):
+    html = predictions_html(random_seen()) + examples_html([('"><script>', file_of(photographs[0], "JPEG"))])
+
+    assert "&lt;b&gt;cat&lt;/b&gt;" in html
+    assert "25.0%" in html
+    assert "<b>" not in html
+    assert "<script>" not in html
+
+
+# Uploads
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGB", "JPEG"), ("L", "PNG"), ("RGBA", "WEBP"), ("P", "GIF"), ("CMYK", "JPEG"), ("1", "TIFF"), ("LA", "PNG")],
+)
+def test_image_of_any_mode_becomes_rgb(mode, kind, photographs):
+    image = photographs[0].convert(mode)
+
+    opened = open_upload(file_of(image, kind))
+
+    assert (opened.mode, opened.size) == ("RGB", image.size)
+    difference = np.asarray(opened, dtype=int) - np.asarray(image.convert("RGB"), dtype=int)
+    assert np.abs(difference).mean() < 8  # some kinds of files lose a little
+
+
+def test_rotated_and_animated_images_are_opened(photographs):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned
+
+    turned = open_upload(file_of(photographs[0], "PNG", exif=exif))
+    first = open_upload(file_of(photographs[0], "PNG", save_all=True, append_images=[photographs[1]]))
+
+    assert turned.tobytes() == photographs[0].transpose(Image.Transpose.ROTATE_270).tobytes()
+    assert first.tobytes() == photographs[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "This is no file of the types JPEG, PNG"),
+        (b"a renamed text", "This is no file of the types JPEG, PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "This is no file of the types JPEG, PNG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "This is no file of the types JPEG, PNG"),
+        (b"P6 1 1 255 abc", "This is no file of the types JPEG, PNG"),  # which Pillow would open
+        (png_of_size(9_000, 9_000), r"may have 64 megapixels, this has more\. Give a smaller one\."),
+        (png_of_size(10_000, 10_000), "may have 64 megapixels, this has more"),  # Pillow warns
+        (png_of_size(60_000, 60_000), "may have 64 megapixels, this has more"),  # Pillow refuses
+        (file_of(Image.fromarray(np.full((9, 9), 40_000, dtype=np.uint16)), "PNG"), r"with 8 bits\)\. Give another\."),
+        (png_of_size(7_000, 7_000), r"cannot be decoded as an image \(.+\)\. Give another\."),
+    ],
+    ids=["empty", "text", "svg", "eps", "ppm", "large", "larger", "bomb", "16 bits", "damaged"],
+)
+def test_hostile_file_is_refused_in_a_sentence(content, message):
+    with pytest.raises(UserError, match=message):
+        open_upload(content)
+
+
+def test_large_file_is_refused_before_anything_reads_it(monkeypatch):
+    monkeypatch.setattr(Image, "open", None)
+
+    with pytest.raises(UserError, match=r"A file may have 20 MB, this has 20\.1\."):
+        open_upload(bytes(MAX_FILE_BYTES + 100_000))
+
+
+def test_large_image_is_refused_before_it_is_decoded(monkeypatch):
+    monkeypatch.setattr(explorer, "decode_image", None)
+
+    with pytest.raises(UserError, match="64 megapixels"):
+        open_upload(png_of_size(9_000, 9_000))
+
+
+# Examples and the command line
+
+
+def test_examples_fit_the_model_or_are_those_of_a_folder(class_folders):
+    digits, photographs = load_examples(labels=["0", "1"]), load_examples(labels=["ant", "bee"])
+    own = load_examples(str(class_folders))
+
+    assert {open_upload(content).size for _, content in digits} == {(8, 8)}
+    assert [name for name, _ in photographs] == ["temple", "flower"]
+    assert [name for name, _ in own] == [f"{number:02}" for number in range(12)]
+
+
+def test_broken_example_is_named(class_folders):
+    (class_folders / "flower" / "03.jpg").write_bytes(b"")
+
+    with pytest.raises(UserError, match=r"flower/03\.jpg cannot be an example\. This is no file of the types"):
+        load_examples(str(class_folders))
+
+
+def error_of(capsys, *arguments):
+    """The one line that a refused command prints."""
+    assert main([*map(str, arguments), "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("vit-scratch explore: error: ")
+
+
+def test_missing_gradio_is_said_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    assert error_of(capsys, tmp_path) == 'The explorer needs Gradio: pip install "hf-vit-scratch[explorer]"'
+
+
+def test_mistakes_are_said_in_a_line(tmp_path, capsys):
+    model = save_model(tmp_path / "model")
+
+    assert error_of(capsys, tmp_path / "none").endswith("Give the folder of a saved model.")
+    assert error_of(capsys, model, "--examples", tmp_path / "none").endswith(
+        "Give files, folders, or globs in quotes."
+    )
+    assert error_of(capsys, model, "--write_space", model) == (
+        f"--write_space {model} exists. Give the name of a new folder."
+    )
+
+
+def test_taken_port_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    class Page:
+        def queue(self, **options):
+            return self
+
+        def launch(self, **options):
+            raise OSError("Cannot find empty port")
+
+    monkeypatch.setattr(explorer, "build_page", lambda *arguments: Page())
+
+    assert error_of(capsys, save_model(tmp_path), "--port", 80) == "Port 80 is taken. Give another --port."
+
+
+# The page
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def started(arguments, folder, **environment):
+    """A server as a process of its own, and its address once it answers."""
+    port = free_port()
+    environment = (
+        os.environ | {"GRADIO_SERVER_PORT": str(port), "GRADIO_TEMP_DIR": str(folder / "uploads")} | environment
+    )
+    with (folder / "log.txt").open("w") as log:
+        server = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=log, stderr=log)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    while True:
+        try:
+            assert httpx.get(url, timeout=30).status_code == 200
+            return server, url
+        except httpx.TransportError:
+            assert server.poll() is None, (folder / "log.txt").read_text()
+            assert time.monotonic() < deadline, (folder / "log.txt").read_text()
+            time.sleep(0.1)
+
+
+@contextmanager
+def serving(folder, setting):
+    """The process and the address of a page, of which one constant is another."""
+    save_model(folder / "model")
+    code = f"import sys; from hf_vit_scratch import explorer; explorer.{setting}; sys.exit(explorer.main(['model']))"
+    server, url = started(["-c", code], folder)
+    yield server, url
+    server.terminate()
+    server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a page that keeps the images of two visitors."""
+    with serving(tmp_path_factory.mktemp("served"), "KEPT_BYTES = 0") as (_, url):
+        yield url
+
+
+def ask(url, content):
+    """What the page's one public endpoint says of a file."""
+    choice = ["patch", 1, 0, 1, 1, 4]
+    with httpx.Client(base_url=f"{url}/gradio_api", timeout=120) as client:
+        (path,) = client.post("upload", files={"files": ("image.jpg", content)}).raise_for_status().json()
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        asked = client.post("call/look", json={"data": [file, *choice]})
+        if asked.status_code == 503:
+            return asked.json()["detail"]
+        events = client.get(f"call/look/{asked.raise_for_status().json()['event_id']}").text
+    *_, last = re.findall(r"event: (\w+)\ndata: (.*)", events)
+    assert last[0] == "complete"
+    return re.sub("<.*?>", "", json.loads(last[1])[-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [(str(Path(__file__).resolve()), "null"), ("http://example.invalid/x.png", '"Give a file, not an address."')],
+    ids=["local", "address"],
+)
+def test_nothing_but_an_upload_is_read(path, message, served):
+    file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    with httpx.Client(base_url=f"{served}/gradio_api", timeout=60) as client:
+        event = client.post("call/look", json={"data": [file, "patch", 1, 0, 1, 1, 4]}).json()["event_id"]
+
+        assert f'event: error\ndata: {{"error": {message}' in client.get(f"call/look/{event}").text
+        assert client.get(f"file={path}").status_code in (403, 404)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if not (Path(CHROMIUM).exists() and Path(CHROMEDRIVER).exists()):
+        pytest.skip("Debian's chromium and chromium-driver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+        *("--disable-background-networking", "--disable-component-update", "--window-size=1300,1400"),
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """What a user does on the page, and sees of it."""
+
+    def __init__(self, driver, url):
+        self.driver = driver
+        driver.get(url)
+        self.until(lambda: self.all("#matrix img"))
+
+    def until(self, condition):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, 60, poll_frequency=0.05).until(lambda _: condition())
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def one(self, selector):
+        (found,) = self.all(selector)
+        return found
+
+    def text(self, selector):
+        return self.driver.execute_script("return document.querySelector(arguments[0]).innerText", selector)
+
+    def picture(self, name):
+        """The bytes of a picture, as they are on the screen."""
+        return self.driver.execute_script("return document.querySelector(arguments[0]).src", f"#{name} img")
+
+    def changes(self, act, *names):
+        """Wait until what has been done changes all of these pictures."""
+        before = {name: self.picture(name) for name in names}
+        act()
+        self.until(lambda: all(self.picture(name) != before[name] for name in names))
+
+    def upload(self, path):
+        self.until(lambda: self.all("input[type=file]"))
+        self.one("input[type=file]").send_keys(str(path))
+
+    def says(self, status):
+        self.until(lambda: status in self.text("#status"))
+
+    def click_patch(self, name, row, col):
+        from selenium.webdriver import ActionChains
+
+        stack = self.one(f"#{name} .vit-stack")
+        width, height = stack.size["width"], stack.size["height"]
+        x, y = width * ((col - 0.5) / COLS - 0.5), height * ((row - 0.5) / ROWS - 0.5)
+        ActionChains(self.driver).move_to_element_with_offset(stack, round(x), round(y)).click().perform()
+
+    def radio(self, label):
+        (found,) = (radio for radio in self.all("input[type=radio]") if label in radio.accessible_name)
+        return found
+
+    def slide(self, label, *keys):
+        from selenium.webdriver.common.keys import Keys
+
+        slider = self.one(f'input[type=range][aria-label$="{label}"]')
+        slider.send_keys(*(getattr(Keys, key) for key in keys))
+
+
+def test_page_in_a_browser(served, browser, photographs, tmp_path):
+    page = Page(browser, served)
+    assert "What the model model looks at" in page.text("h1")
+
+    # An image
+    photographs[1].save(tmp_path / "flower.jpg")
+    page.changes(lambda: page.upload(tmp_path / "flower.jpg"), "picture", "map", "matrix")
+    page.says("Predicted: ")
+    assert page.text("#predictions").count("%") == 5
+    flower = page.picture("picture")
+
+    # A click, in the image and in the map
+    page.changes(lambda: page.click_patch("picture", 4, 3), "map")
+    page.says("The patch in row 4, column 3 reads")
+    page.until(lambda: page.one('input[type=number][aria-label$="Row of the patch"]').get_attribute("value") == "4")
+    page.changes(lambda: page.click_patch("map", 1, 2), "map")
+    page.says("The patch in row 1, column 2 reads")
+    page.until(lambda: "row 1, column 2 is outlined" in page.one("#picture img").accessible_name)
+
+    # The keyboard
+    page.changes(lambda: page.slide("Column of the patch", "ARROW_RIGHT"), "map")
+    page.says("The patch in row 1, column 3 reads")
+    page.changes(lambda: page.slide("Layer", "ARROW_LEFT"), "map", "matrix")
+    page.until(lambda: "layer 1, mean of the heads" in page.text("#map"))
+    page.changes(lambda: page.slide("Tokens in the matrix", "HOME", "ARROW_RIGHT"), "matrix")
+    page.until(lambda: "the first 2 of 13 tokens" in page.text("#matrix"))
+    for label in ("what the whole image's vector reads", "class attention", "rollout"):
+        page.changes(page.radio(label).click, "map")
+    page.changes(page.all("#examples button")[0].click, "picture", "map")
+
+    # A hostile file, after which the page goes on
+    (tmp_path / "text.jpg").write_text("a renamed text")
+    page.upload(tmp_path / "text.jpg")
+    page.says("This is no file of the types JPEG")
+    (tmp_path / "bomb.png").write_bytes(png_of_size(60_000, 60_000))
+    page.upload(tmp_path / "bomb.png")
+    page.says("may have 64 megapixels")
+    (tmp_path / "large.jpg").write_bytes(bytes(MAX_FILE_BYTES + 1))
+    page.upload(tmp_path / "large.jpg")
+    page.until(lambda: any("maximum allowed size" in toast.text for toast in page.all("[class*=toast]")))
+    page.changes(lambda: page.upload(tmp_path / "flower.jpg"), "picture", "map")
+    assert page.picture("picture") == flower
+
+    # Its image gives way to those of others, and the page goes on
+    for _ in range(3):
+        ask(served, (tmp_path / "flower.jpg").read_bytes())
+    page.click_patch("picture", 3, 1)
+    page.says("This image is no longer kept. Give it again.")
+    page.changes(page.all("#examples button")[0].click, "picture", "map")
+
+    # Everything has a name for a screen reader
+    shown = [element for element in page.all("img, input, select, textarea, button, a") if element.is_displayed()]
+    assert len(shown) > 20
+    assert [element.get_attribute("outerHTML") for element in shown if not element.accessible_name.strip()] == []
+    assert page.one("[role=status][aria-live=polite] .vit-status").is_displayed()
+
+    # And nothing was asked of another machine, or went wrong
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    requests = [
+        message["params"]["request"]["url"] for message in messages if message["method"].endswith("WillBeSent")
+    ]
+    hosts = {urlsplit(url).hostname for url in requests if url.startswith(("http", "ws"))}
+    assert hosts == {"127.0.0.1"}
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+# The Space
+
+
+def test_space_holds_all_it_needs_and_runs(tmp_path, class_folders, capsys):
+    model, space = save_model(tmp_path / "model"), tmp_path / "space"
+    (model / "training_args.bin").touch()
+
+    for name in ("temple", "flower"):  # files of the same names in both
+        for file in sorted((class_folders / name).glob("*.jpg"))[4:]:
+            file.unlink()
+    assert main([str(model), "--write_space", str(space), "--examples", str(class_folders)]) == 0
+    shutil.rmtree(model)
+    copied = {str(path.relative_to(space / "examples")) for path in (space / "examples").rglob("*.jpg")}
+    assert copied == {f"{name}/0{number}.jpg" for name in ("temple", "flower") for number in range(4)}
+
+    assert f"{space} is written." in capsys.readouterr().out
+    assert {path.name for path in (space / "model").iterdir()} == {
+        "SHA256SUMS",
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    }
+    card = (space / "README.md").read_text()
+    assert re.search(
+        r'^sdk: gradio\nsdk_version: \d+\.\d+\.\d+\npython_version: "3\.\d+"\napp_file: app.py\n', card, re.M
+    )
+    requirements = (space / "requirements.txt").read_text().split("\n")
+    assert any(re.match("torch[<>]", line) for line in requirements)
+    assert not any("extra" in line or "gradio" in line for line in requirements)
+    code = "import hf_vit_scratch, runpy; print(hf_vit_scratch.__file__, flush=True); runpy.run_path('app.py')"
+    server, url = started(["-c", code], space)
+    try:
+        assert "Example: 03" in httpx.get(f"{url}/config").text
+        assert (space / "log.txt").read_text().startswith(str(space / "hf_vit_scratch"))
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def test_space_of_a_model_on_the_hub_names_it(tmp_path, monkeypatch):
+    classifier = load_classifier(str(save_model(tmp_path / "model")), "cpu")
+    monkeypatch.setattr(explorer, "load_classifier", lambda model, device: classifier)
+
+    write_space("someone/their_vit", tmp_path / "space")
+
+    assert '["someone/their_vit"]' in (tmp_path / "space" / "app.py").read_text()
+    assert 'models: ["someone/their_vit"]' in (tmp_path / "space" / "README.md").read_text()
+    assert not (tmp_path / "space" / "model").exists()

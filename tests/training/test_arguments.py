@@ -1,0 +1,246 @@
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_vit_scratch import ViTScratchConfig
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.training.arguments import (
+    AugmentationArguments,
+    ModelArguments,
+    ViTTrainingArguments,
+    model_config,
+    parse_recipe,
+    resolve_checkpoint,
+    stage_arguments,
+    without_resuming,
+)
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def parse(recipe: str, *argv: str):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(recipe)
+        return parse_recipe([str(path), *argv], default_recipe=tmp_path / "default.yaml")
+
+    return parse
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(parse):
+    (*_, training), _ = parse("weight_decay: 0.3\nwarmup_steps: 7", "--weight_decay", "0.1", "--output_dir", "x")
+
+    assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.1, 7, "cosine")
+
+
+def test_recipe_for_a_cpu_leaves_precision_and_attention_to_the_machine():
+    path = Path(__file__).parents[2] / "recipes" / "cifar10_cpu.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    assert not {"bf16", "fp16", "attn_implementation"} & set(recipe)  # products in bf16: 28 times slower on a Zen 3
+
+
+def test_secret_is_not_taken_as_a_flag(parse):
+    with pytest.raises(UserError, match="hub_token would be published with the run's command: use `hf auth login`"):
+        parse("seed: 1", "--hub_token", "hf_secret", "--output_dir", "x")
+
+
+def test_number_in_scientific_notation_is_a_number(parse):
+    (*_, training), _ = parse("learning_rate: 1e-3")  # a string in YAML 1.1
+
+    assert training.learning_rate == 0.001
+
+
+def test_values_of_every_kind_arrive_with_their_type(parse):
+    recipe = """
+image_size: [32, 64]
+norm_first: true
+qkv_bias: false
+position_embedding_type: rope2d
+classifier_hidden_size: null
+translation: 0.25
+load_best_model_at_end: false
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr: 0.5}
+eval_strategy: no
+"""
+    (model, _, augmentation, _, training), _ = parse(recipe, "--patch_size", "8")
+
+    assert (model.image_size, model.patch_size, model.norm_first, model.qkv_bias) == ([32, 64], [8], True, False)
+    assert (model.position_embedding_type, model.classifier_hidden_size) == ("rope2d", None)
+    assert augmentation.translation == 0.25
+    assert (training.load_best_model_at_end, training.lr_scheduler_kwargs) == (False, {"min_lr": 0.5})
+    assert training.eval_strategy == "no"  # not the False of YAML 1.1
+
+
+def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse):
+    argv = (
+        "--resume_from_checkpoint",
+        "x",
+        "--learning_rate",
+        "2e-3",
+        "--no_load_best_model_at_end",
+        "--per-device-train-batch-size=16",
+    )
+    first, resolved = parse("learning_rate: 1e-3\nimage_size: 32\nbf16: false\nlr_scheduler_type: linear", *argv)
+
+    again, resolved_again = parse(resolved)
+
+    assert yaml.safe_load(resolved) == {
+        "learning_rate": 0.002, "image_size": [32], "bf16": False, "lr_scheduler_type": "linear",
+        "load_best_model_at_end": False, "per_device_train_batch_size": 16,
+    }  # fmt: skip
+    assert resolved_again == resolved
+    assert [vars(arguments) for arguments in again[:3]] == [vars(arguments) for arguments in first[:3]]
+
+
+def test_default_recipe_is_used_where_none_is_named(tmp_path):
+    (tmp_path / "default.yaml").write_text("hidden_size: 24")
+
+    (model, *_), _ = parse_recipe(["--num_hidden_layers", "3"], tmp_path / "default.yaml")
+
+    assert (model.hidden_size, model.num_hidden_layers) == (24, 3)
+
+
+def test_data_without_a_recipe_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--data needs a recipe before it"):
+        parse_recipe(["--data", "photos"], tmp_path / "default.yaml")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ("learning_rat: 1", [], r"recipe\.yaml: unknown key 'learning_rat'\. Did you mean learning_rate\?"),
+        ("xyzzy: 1", [], r"recipe\.yaml: unknown key 'xyzzy'\. Run train\.py --help for the known ones"),
+        ("1: 1", [], r"recipe\.yaml: unknown key '1'\."),
+        ("learning_rate: fast", [], r"argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
+        ("- a\n- b", [], r"recipe\.yaml: a recipe must be lines of `key: value`, got list"),
+        ("", [], r"a recipe must be lines of `key: value`, got (NoneType|str)"),
+        ("a: [", [], r"recipe\.yaml: the recipe is no YAML"),
+        ("seed: 1", ["--learning_rat", "1"], r"unknown flag --learning_rat\. Did you mean --learning_rate\?"),
+        ("seed: 1", ["--num_train_epochs", "many"], r"argument --num_train_epochs.*invalid float value: 'many'"),
+        ("seed: 1", ["--warmup_ratio", "0.1"], r"unknown flag --warmup_ratio\. Did you mean --warmup_steps\?"),
+        ("seed: 1", ["stray"], r"unrecognized arguments: stray"),
+        (
+            "seed: 1",
+            ["--lr_scheduler_type", "cosin"],
+            r"cosin is not a valid SchedulerType, please select one of \['linear', 'cosine'",
+        ),
+        (
+            "eval_strategy: steps\nsave_strategy: epoch",
+            [],
+            r"load_best_model_at_end requires the save and eval strategy",
+        ),
+    ],
+)
+def test_mistake_is_named_in_one_line(parse, recipe, argv, message):
+    with pytest.raises(UserError, match=message) as error:
+        parse(recipe, *argv)
+    assert "\n" not in str(error.value)
+
+
+def test_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: the recipe cannot be read \(No such file or directory\)"):
+        parse_recipe(["nowhere.yaml"], tmp_path / "default.yaml")
+
+
+def test_recipe_cannot_run_code(parse, tmp_path):
+    with pytest.raises(UserError, match=r"argument --seed: invalid int value"):
+        parse(f"seed: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
+    assert not (tmp_path / "made").exists()
+
+
+def test_model_flags_are_fields_of_the_configuration():
+    ours = {field.name for field in fields(ViTScratchConfig)} - {"image_size"}
+    flags = {field.name for field in fields(ModelArguments)} - {"model", "attn_implementation", "image_size"}
+
+    own = {name for name in ViTScratchConfig.__annotations__} - {"image_size"}
+    assert flags <= ours
+    assert own - flags == {"num_channels", "is_causal", "encoder_stride"}  # RGB only; no recipe is causal
+
+
+def test_model_flags_make_a_configuration():
+    args = ModelArguments(model="Ti/4", image_size=[32], hidden_size=96, norm_first=True)
+
+    config, _ = model_config(args, ["cat", "dog", "cow"])
+
+    assert (config.image_size, config.patch_size, config.hidden_size, config.norm_first) == (32, 4, 96, True)
+    assert config.label2id == {"cat": 0, "dog": 1, "cow": 2}
+
+
+def test_impossible_model_is_a_users_mistake():
+    with pytest.raises(UserError, match=r"image_size \(height 32\) must be divisible by patch_size \(height 5\)"):
+        model_config(ModelArguments(image_size=[32], patch_size=[5]), ["cat", "dog"])
+
+
+def test_model_that_is_nowhere_is_named():
+    with pytest.raises(UserError, match=r"--model no/such is neither a size such as S/16 \(sizes Ti, S, B, L, H"):
+        model_config(ModelArguments(model="no/such"), ["cat", "dog"])
+
+
+def test_folder_of_another_run_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten\. Continue it with"):
+        resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)))
+
+
+def test_new_or_empty_folder_starts_a_run(tmp_path):
+    for folder in (tmp_path, tmp_path / "new"):
+        assert resolve_checkpoint(ViTTrainingArguments(output_dir=str(folder))) is None
+
+
+def test_resume_takes_the_newest_checkpoint(tmp_path):
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 11:  # the last was cut off while it was being saved
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
+
+    assert resolve_checkpoint(args) == str(tmp_path / "checkpoint-10")
+
+
+def test_checkpoint_of_another_run_does_not_continue_into_this_ones_folder(tmp_path):
+    for run in ("a", "b"):
+        (tmp_path / run / "checkpoint-9").mkdir(parents=True)
+        (tmp_path / run / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    theirs, ours, new = str(tmp_path / "b" / "checkpoint-9"), str(tmp_path / "a"), str(tmp_path / "new")
+
+    with pytest.raises(UserError, match=r"a is not empty, and a run is never overwritten"):
+        resolve_checkpoint(ViTTrainingArguments(output_dir=ours, resume_from_checkpoint=theirs))
+    assert resolve_checkpoint(ViTTrainingArguments(output_dir=new, resume_from_checkpoint=theirs)) == theirs
+
+
+@pytest.mark.parametrize("folder", [".", "new"])
+def test_resume_without_a_checkpoint_is_refused(tmp_path, folder):
+    args = ViTTrainingArguments(output_dir=str(tmp_path / folder), resume_from_checkpoint="true")
+
+    with pytest.raises(
+        UserError, match=r"holds no checkpoint to resume from\. Start without --resume_from_checkpoint"
+    ):
+        resolve_checkpoint(args)
+
+
+def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path))
+
+    with pytest.raises(UserError, match=r"is no checkpoint \(it holds no trainer_state\.json\)"):
+        resolve_checkpoint(args)
+
+
+@pytest.mark.parametrize(
+    "resuming", [[], ["--resume_from_checkpoint", "true"], ["--resume-from-checkpoint=runs/a/checkpoint-3"]], ids=str
+)
+def test_command_that_a_run_begins_with_does_not_resume(resuming):
+    assert without_resuming(["a.yaml", *resuming, "--seed", "1"]) == ["a.yaml", "--seed", "1"]
+
+
+def test_initial_image_size_must_fit_the_patches():
+    config = ViTScratchConfig(image_size=32, patch_size=4)
+
+    given = stage_arguments(AugmentationArguments(initial_image_size=[24], initial_image_size_fraction=0.5), config)
+    assert given["initial_image_size"] == (24, 24)
+    with pytest.raises(
+        UserError, match=r"initial_image_size \(width 30\) must be divisible by patch_size \(width 4\)"
+    ):
+        stage_arguments(AugmentationArguments(initial_image_size=[24, 30]), config)

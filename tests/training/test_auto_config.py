@@ -1,0 +1,205 @@
+"""What is chosen by the images, the device and the measured speed."""
+
+import math
+
+import datasets
+import pytest
+import torch
+import yaml
+from datasets import Dataset, Features
+from PIL import Image
+from test_train_script import ROOT, train
+
+from hf_vit_scratch.data.splits import load_splits
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.training import auto_config
+from hf_vit_scratch.training.arguments import ViTTrainingArguments, model_config, parse_recipe
+
+YOUR_IMAGES = ROOT / "recipes" / "your_images.yaml"
+
+
+def rows_of(sizes):
+    """Rows with a grey image of each (width, height)."""
+    different = list(dict.fromkeys(sizes))
+    rows = Dataset.from_dict(
+        {"image": [Image.new("RGB", size) for size in different]}, features=Features({"image": datasets.Image()})
+    )
+    return rows.select([different.index(size) for size in sizes])
+
+
+def fitted(sizes, *flags):
+    """The values of all arguments after the sizes were chosen, by name, and the choices as text."""
+    args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    choices = auto_config.fit_sizes(args, rows_of(sizes), set(yaml.safe_load(recipe)))
+    return {name: value for part in args for name, value in vars(part).items()}, [str(choice) for choice in choices]
+
+
+def length(number, speed, monkeypatch, *flags):
+    """The values of all arguments after the length was chosen, for so many images and images per second."""
+    monkeypatch.setattr(auto_config, "measure_speed", lambda *_: speed)
+    args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    config, _ = model_config(args[0], ["a", "b"])
+    choices = auto_config.fit_length(args, config, number, set(yaml.safe_load(recipe)))
+    return {name: value for part in args for name, value in vars(part).items()}, [str(choice) for choice in choices]
+
+
+def test_broken_image_is_no_hindrance_to_the_choice(class_folders):
+    for file in class_folders.glob("*/*.jpg"):
+        file.write_bytes(file.read_bytes()[:-100])  # named when it is read
+    args, recipe = parse_recipe([str(YOUR_IMAGES)], YOUR_IMAGES)
+    choices = auto_config.fit_sizes(args, load_splits(str(class_folders))["train"], set(yaml.safe_load(recipe)))
+    assert str(choices[0]).startswith("image_size 64: half of the images are 64 pixels or less")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("side", [20, 33, 64, 100, 223, 500])
+def test_chosen_size_enlarges_no_image_and_is_cut_into_whole_patches(side, device, monkeypatch):
+    monkeypatch.setattr(ViTTrainingArguments, "device", torch.device(device))
+
+    chosen, _ = fitted([(side, side + 9), (side + 50, side), (side, side)])
+
+    (image_size,), (patch_size,) = chosen["image_size"], chosen["patch_size"]
+    assert image_size <= max(side, 32)
+    assert image_size % patch_size == 0
+    assert image_size // patch_size == (8 if device == "cpu" or image_size <= 64 else 16)
+    first = set(chosen["initial_image_size"])
+    assert all(0 < length < image_size and length % patch_size == 0 for length in first)
+
+
+def test_large_photographs_get_a_large_image_on_a_gpu_and_a_small_one_on_a_cpu(monkeypatch):
+    photographs = [(640, 480), (3000, 4000), (800, 600)]
+
+    on_cpu, lines = fitted(photographs)
+    monkeypatch.setattr(ViTTrainingArguments, "device", torch.device("cuda"))
+    on_gpu, _ = fitted(photographs)
+
+    assert (on_cpu["image_size"], on_gpu["image_size"]) == ([64], [224])
+    assert lines[0] == (
+        "image_size 64: half of the images are 600 pixels or less on their shorter side, and a CPU is slow beyond 64"
+    )
+
+
+def test_few_images_come_in_smaller_batches():
+    assert fitted([(32, 32)] * 16)[0]["per_device_train_batch_size"] == 16
+    assert fitted([(32, 32)] * 100)[0]["per_device_train_batch_size"] == 32
+    assert fitted([(32, 32)] * 3_000)[0]["per_device_train_batch_size"] == 128
+
+
+def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
+    alike, _ = fitted([(32, 32)] * 50)
+    mixed, _ = fitted([(32, 32)] * 50 + [(48, 32)])
+
+    assert (alike["crop_padding"], alike["random_resized_crop_scale"]) == (4, None)
+    assert (mixed["crop_padding"], mixed["random_resized_crop_scale"]) == (0, 0.35)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mixed", "policy"),
+    [
+        (["--num_train_epochs", "20"], False, None),
+        (["--num_train_epochs", "70"], True, None),
+        (["--num_train_epochs", "149"], True, None),
+        (["--max_steps", "100"], False, None),  # of 128 images: 6 passes
+        (["--num_train_epochs", "500"], True, "trivialaugment"),
+        (["--num_train_epochs", "500", "--max_train_minutes", "0.1"], False, None),
+    ],
+)
+def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, policy, monkeypatch):
+    chosen, _ = length(2_000, 10_000.0, monkeypatch, "--per_device_train_batch_size", "128", *flags)
+
+    assert (chosen["mixup_alpha"] > 0, chosen["cutmix_alpha"] > 0) == (mixed, mixed)
+    assert chosen["auto_augment"] == policy
+
+
+def test_what_is_set_is_not_chosen():
+    flags = ["--image_size", "48", "96", "--hidden_size", "64", "--random_resized_crop_scale", "0.9"]
+
+    chosen, lines = fitted([(500, 400)] * 50, *flags)
+
+    assert (chosen["image_size"], chosen["random_resized_crop_scale"]) == ([48, 96], 0.9)
+    assert (chosen["hidden_size"], chosen["num_hidden_layers"]) == (64, None)
+    assert 48 * 96 / chosen["patch_size"][0] ** 2 <= 64
+    assert not any(name in line for line in lines for name in ("hidden_size", "crop_scale"))
+    assert not any(line.startswith("image_size") for line in lines)
+
+
+def test_model_that_is_named_keeps_its_sizes():
+    chosen, _ = fitted([(500, 400)] * 50, "--model", "Ti/8")
+
+    assert (chosen["patch_size"], chosen["hidden_size"], chosen["initial_image_size"]) == (None, None, None)
+
+
+def test_passes_are_as_many_as_fit_into_the_time(monkeypatch):
+    minutes = ["--max_train_minutes", "5"]
+
+    chosen, lines = length(2_000, 400.0, monkeypatch, *minutes)
+
+    possible = auto_config.TIME_FOR_STEPS * 400 * 300 / 2_000
+    assert possible < chosen["num_train_epochs"] < 1.2 * possible
+    assert "as many as fit into 5 minutes at about 400 images per second" in lines[0]
+    assert length(2_000, 800.0, monkeypatch, *minutes)[0]["num_train_epochs"] > 1.9 * chosen["num_train_epochs"]
+
+
+def test_fewer_images_are_seen_more_often_where_there_is_time(monkeypatch):
+    few, many = (length(number, 1e6, monkeypatch)[0]["num_train_epochs"] for number in (500, 50_000))
+
+    assert few > 4 * many
+
+
+def test_run_without_a_limit_ends_within_twenty_minutes(monkeypatch):
+    chosen, lines = length(50_000, 100.0, monkeypatch)
+
+    assert chosen["max_train_minutes"] == 20
+    assert any("about 20.0 minutes of training" in line for line in lines)
+
+
+def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
+    monkeypatch.setattr(auto_config, "can_compile", lambda device: True)
+
+    assert length(2_000, 100.0, monkeypatch)[0]["torch_compile"]
+    assert not length(2_000, 100.0, monkeypatch, "--max_train_minutes", "5")[0]["torch_compile"]
+    assert not length(60, 1000.0, monkeypatch)[0]["torch_compile"]  # it ends long before its time
+
+
+def test_speed_is_measured_and_leaves_the_random_state_alone(monkeypatch):
+    monkeypatch.setattr(auto_config, "SECONDS", 0.1)
+    flags = ["--image_size", "16", "--patch_size", "8", "--hidden_size", "16", "--num_hidden_layers", "1",
+             "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true"]  # fmt: skip
+    args, _ = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    config, _ = model_config(args[0], ["a", "b"])
+    before = torch.get_rng_state()
+
+    speed = auto_config.measure_speed(config, args)
+
+    assert 1 < speed < math.inf
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_are_kept(
+    class_folders, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(auto_config, "SECONDS", 0.1)
+    for number, mode in enumerate(["L", "RGBA", "P", "CMYK"]):
+        path = class_folders / "temple" / f"{number:02}.jpg"
+        with Image.open(path) as image:
+            image.resize((90 + 20 * number, 70)).convert(mode).save(path.with_suffix(".tif"))
+        path.unlink()
+    short = ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "steps", "--save_steps", "1"]
+    argv = [str(YOUR_IMAGES), "--data", str(class_folders), *short, "--output_dir", str(tmp_path / "run"),
+            "--use_cpu", "true", "--disable_tqdm", "true"]  # fmt: skip
+
+    with caplog.at_level("INFO"):
+        metrics = train.main(argv)
+
+    assert math.isfinite(metrics["test_loss"])
+    assert "image_size 64: half of the images are 64 pixels or less on their shorter side\n" in caplog.text
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert (recipe["patch_size"], recipe["max_steps"]) == ([8], 2)
+
+    # A resumed run makes the choices of the run that it goes on with, whatever the machine says now.
+    monkeypatch.setattr(auto_config, "CPU_MODEL", {"hidden_size": 64})
+    monkeypatch.setattr(auto_config, "measure_speed", lambda *_: 1e9)
+    train.main([*argv, "--resume_from_checkpoint", "true"])
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()) == recipe
+    with pytest.raises(UserError, match=r"with another recipe: weight_decay 0\.5"):
+        train.main([*argv, "--resume_from_checkpoint", "true", "--weight_decay", "0.5"])

@@ -1,0 +1,32 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_vit_scratch.data.augmentation import training_stages
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.training.arguments import model_config, parse_recipe, stage_arguments
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_describes_a_model_and_a_training(recipe):
+    (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)], recipe)
+
+    config, _ = model_config(model, [str(label) for label in range(10)])
+    training_stages(config.image_height_width, **stage_arguments(augmentation, config))
+    Mixing(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
+    assert training.output_dir == f"runs/{recipe.stem}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_states_its_command_result_and_cost(recipe):
+    header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+    header = "\n".join(header)
+    command = "python train.py" if recipe.stem == "digits" else f"python train.py recipes/{recipe.name}"
+    if recipe.stem == "your_images":
+        command += " --data FOLDER"
+    assert re.search(rf"^# Command +{re.escape(command)}$", header, re.MULTILINE)
+    assert re.search(r"^# Result +(test accuracy \d+\.\d%.* seed|not run)", header, re.MULTILINE)
+    assert re.search(r"^# Cost +(\d+.* seconds|not run)", header, re.MULTILINE)

@@ -1,0 +1,167 @@
+"""Runs that are killed, stopped, or resumed with something else than they began with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_script import ROOT, SMALL, train
+from test_trainer import EarlierIsBetter, make_trainer
+
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.training.arguments import STAGING
+
+
+def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
+    argv = [*SMALL, "--max_steps", "60", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
+            "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",
+            "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    command = [sys.executable, ROOT / "train.py", *argv]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    for line in process.stdout:
+        if "'loss'" in line:
+            os.killpg(process.pid, signal.SIGTERM)  # as job schedulers do: the worker processes get it too
+            break
+
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Stopped by SIGTERM. Continue with: python train.py" in output
+    assert "Traceback" not in output
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    assert 0 < step < 60
+    resumed = train.main([*argv, "--resume_from_checkpoint", "true"])
+    assert resumed["epoch"] == pytest.approx(60 / 11)
+
+
+def test_half_written_checkpoint_has_no_name(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    save_optimizer = type(trainer)._save_optimizer_and_scheduler
+
+    def fail_at_the_second(self, output_dir):
+        save_optimizer(self, output_dir)
+        if self.state.global_step == 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(trainer), "_save_optimizer_and_scheduler", fail_at_the_second)
+    with pytest.raises(
+        UserError, match=r"checkpoint-4 cannot be written: .*No space left on device\. .*checkpoint-2 is"
+    ):
+        trainer.train()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "last"]
+    assert (tmp_path / "last" / "trainer_state.json").is_file()
+
+
+def test_best_and_last_lead_to_their_checkpoints(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model="earliness", greater_is_better=True,
+    )  # fmt: skip
+    trainer.add_callback(EarlierIsBetter)
+
+    trainer.train()
+
+    assert (tmp_path / "last").resolve().name == "checkpoint-6"
+    assert (tmp_path / "best").resolve().name == "checkpoint-1"
+    assert Path(trainer.state.best_model_checkpoint).resolve() == (tmp_path / "best").resolve()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    for path in tmp_path.glob("checkpoint-*"):
+        saved = json.loads((path / "trainer_state.json").read_text())["best_model_checkpoint"]
+        assert Path(saved).parent == tmp_path
+
+
+def test_run_killed_before_its_first_checkpoint_can_start_again(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("# python train.py\n")
+    (tmp_path / STAGING / "checkpoint-3").mkdir(parents=True)
+    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
+
+    assert train.main([*argv, "--output_dir", str(tmp_path)])["epoch"] == pytest.approx(2 / 11)
+    assert not (tmp_path / STAGING).exists()
+
+
+def test_resuming_with_another_recipe_names_what_differs(tmp_path):
+    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "steps", "--save_steps", "2",
+            "--load_best_model_at_end", "false", "--output_dir", str(tmp_path)]  # fmt: skip
+    train.main(argv)
+    resume = ["--resume_from_checkpoint", "true"]
+
+    with pytest.raises(
+        UserError, match=r"with another recipe: learning_rate 0\.5 \(was 0\.002\), ema_decay 0\.9 \(was uns"
+    ):
+        train.main([*argv, *resume, "--learning_rate", "0.5", "--ema_decay", "0.9"])
+    assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
+
+
+def test_resuming_with_other_images_is_refused(class_folders, tmp_path, caplog):
+    recipe = str(ROOT / "recipes" / "digits.yaml")
+    argv = [recipe, *SMALL, "--data", str(class_folders), "--max_steps", "1", "--eval_strategy", "no",
+            "--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "false",
+            "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    train.main(argv)
+    resume = [*argv, "--resume_from_checkpoint", "true"]
+    shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / "another.jpg")
+
+    with pytest.raises(UserError, match=r"with other images: 20 train, .*, now 21 train, .* The splits would"):
+        train.main(resume)
+    (class_folders / "temple" / "another.jpg").unlink()
+    assert train.main(resume)["epoch"] == 1
+
+
+def test_best_model_of_another_folder_gets_no_link(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+               "load_best_model_at_end": True, "metric_for_best_model": "earliness"}  # fmt: skip
+    for folder, checkpoint in ((tmp_path / "a", None), (tmp_path / "b", str(tmp_path / "a" / "checkpoint-3"))):
+        trainer = make_trainer(folder, **options)
+        trainer.add_callback(EarlierIsBetter)
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    assert (tmp_path / "a" / "best").is_dir()
+    assert not (tmp_path / "b" / "best").is_symlink()
+
+
+@pytest.mark.parametrize("decays", [(0.9, None), (None, 0.9)])
+def test_average_cannot_be_switched_within_a_run(decays, tmp_path):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3, ema_decay=decays[0]).train()
+
+    with pytest.raises(UserError, match=r"was saved with(out)? a moving average of the weights"):
+        make_trainer(tmp_path, ema_decay=decays[1]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_checkpoint_holds_the_average_as_the_model_and_the_trained_weights_beside_it(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, ema_decay=0.9)
+
+    trainer.train()
+
+    average, trained = (
+        load_file(tmp_path / "last" / name) for name in ("model.safetensors", "trained_weights.safetensors")
+    )
+    final = trainer.model.state_dict()
+    assert all(torch.equal(final[name], average[name]) for name in final)
+    assert not torch.equal(average["classifier.weight"], trained["classifier.weight"])
+
+
+def test_time_spent_counts_on_in_a_resumed_run(tmp_path):
+    options = {"max_train_minutes": 0.02, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, **options)
+    start = time.perf_counter()
+    trainer.train()
+    assert trainer.state.global_step < 100_000
+    assert time.perf_counter() - start >= 1.2
+    spent = json.loads((tmp_path / "last" / "progress.json").read_text())["seconds"]
+    assert 0 < spent <= time.perf_counter() - start
+
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str((tmp_path / "last").resolve()))
+
+    assert resumed._seconds_before == spent

@@ -1,0 +1,107 @@
+"""`--check`: what a user is told about data and model before a long run."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from test_train_script import ROOT, SMALL, train
+
+from hf_vit_scratch.training import sanity_check as inspection
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(inspection, "SECONDS", 0.2)
+    monkeypatch.setattr(inspection, "TRIAL_SECONDS", 2.0)
+
+
+def check(capsys, *argv):
+    passed = train.main([*argv, "--check", "true"])["check"]
+    lines = capsys.readouterr().out.splitlines()
+    return passed, {line.split()[0]: line for line in lines if line[:1].isupper()}, "\n".join(lines)
+
+
+def test_digits_pass(capsys, tmp_path):
+    passed, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path), "--num_hidden_layers", "4")
+
+    assert passed, printed
+    assert "train: 1295 images of 10 classes, from 125 (8) to 131 (1)" in printed
+    assert "500 RGB; width 8 to 8, height 8 to 8; the model gets 8x8" in lines["Images"].replace(" L;", " RGB;")
+    assert "0 parameters are without one" in lines["Gradients"]
+    assert "Nothing stands in the way of training." in lines["Verdict"]
+    assert "the model alone" in lines["Speed"]
+    assert re.search(r"about \d+\.\d minutes of training, 60 passes over the images", lines["Time"])
+    assert "it falls" in lines["Trial"]
+    with Image.open(tmp_path / "samples.png") as sheet:
+        assert sheet.size == (1200, 700)
+    # The folder of a check is no run that must not be overwritten.
+    short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+    train.main([*SMALL, *short, "--output_dir", str(tmp_path)])
+
+
+def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_folders):
+    for number in range(3, 12):
+        (class_folders / "flower" / f"{number:02}.jpg").unlink()
+    for number in range(12, 60):
+        shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / f"{number}.jpg")
+    recipe = str(ROOT / "recipes" / "cifar10_cpu.yaml")
+    argv = [
+        recipe,
+        *SMALL,
+        "--num_attention_heads",
+        "4",
+        "--data",
+        str(class_folders),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+
+    passed, lines, printed = check(capsys, *argv, "--image_size", "128", "--patch_size", "32",
+                                   "--initial_image_size", "96", "--whiten_patches", "false",
+                                   "--validation_fraction", "0.1", "--dataloader_num_workers", "1")  # fmt: skip
+
+    assert not passed
+    assert "'flower' has 1 training images, 'temple' 48" in printed
+    assert "100% of the images are smaller than what the model gets" in printed
+    assert "width 96 to 96, height 64 to 64" in lines["Images"]
+
+
+def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch):
+    batch = inspection._batch
+
+    def same_images(*args, **kwargs):
+        pixel_values, labels = batch(*args, **kwargs)
+        return torch.zeros_like(pixel_values), labels
+
+    monkeypatch.setattr(inspection, "_batch", same_images)
+    monkeypatch.setattr(inspection, "MAX_STEPS", 5)
+
+    passed, _, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))
+
+    assert not passed
+    assert "images by heart. Are labels and images those that belong together" in printed
+
+
+def test_parameters_without_a_gradient_are_named(capsys, tmp_path, monkeypatch):
+    init = train.ViTScratchForImageClassification.__init__
+
+    def with_unused(self, config):
+        init(self, config)
+        self.unused = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(train.ViTScratchForImageClassification, "__init__", with_unused)
+
+    _, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))
+
+    assert "2 parameters are without one" in lines["Gradients"]
+    assert "These parameters get no gradient: unused.weight, unused.bias." in printed
+
+
+def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path):
+    passed, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path), "--learning_rate", "1e-9")
+
+    assert not passed
+    assert "has hardly moved" in lines["Trial"]
+    assert "The loss has hardly moved in a short trial. Do the labels belong to the images" in printed

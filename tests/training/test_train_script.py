@@ -1,0 +1,428 @@
+"""`train.py` as a user runs it, and its results as a user uses them."""
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import TINY, randomise_
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
+from transformers.trainer_utils import PredictionOutput
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+
+SMALL = ["--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--use_cpu", "true",
+         "--disable_tqdm", "true"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A short run on the digits: its folder and metrics."""
+    output_dir = tmp_path_factory.mktemp("run")
+    argv = [*SMALL, "--output_dir", str(output_dir), "--num_train_epochs", "12", "--warmup_steps", "0.1"]
+    return output_dir, train.main([*argv, "--learning_rate", "4e-3", "--save_steps", "0.5", "--eval_steps", "0.5"])
+
+
+@pytest.fixture
+def digit():
+    """A test image of the digits and its label."""
+    row = load_digits()["test"][0]
+    return row["image"], str(row["label"])
+
+
+def test_run_learns(run):
+    assert run[1]["test_accuracy"] > 0.6  # one in ten by chance; the recipe itself goes much further
+
+
+def test_run_leaves_its_results(run):
+    output_dir, metrics = run
+
+    report = json.loads((output_dir / "metrics.json").read_text())
+    assert {name: report[name] for name in metrics} == metrics
+    matrix = np.array(report["confusion_matrix"])
+    assert matrix.sum() == 360
+    assert matrix.trace() / 360 == pytest.approx(metrics["test_accuracy"])
+    assert report["per_class"]["3"]["recall"] == pytest.approx(matrix[3, 3] / matrix[3].sum())
+    assert report["command"].startswith("python train.py --hidden_size 32")
+    assert f"torch {torch.__version__.partition('+')[0]}" in report["versions"]
+    text = (output_dir / "recipe.yaml").read_text()
+    assert text.startswith("# python train.py --hidden_size 32")
+    assert yaml.safe_load(text) | {"hidden_size": 32, "data": "digits", "learning_rate": 0.004} == yaml.safe_load(text)
+    assert {"model.safetensors", "config.json", "preprocessor_config.json", "curves.png", "log.json", "README.md"} <= {
+        p.name for p in output_dir.iterdir()
+    }
+
+
+def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(train, "onednn_is_faster", lambda: True)
+    dtypes = set()
+
+    def remember(module, args, output):
+        dtypes.add(getattr(output, "dtype", None))
+
+    recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
+    del recipe["bf16"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    argv = [*SMALL, "--hidden_size", "128", "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
+    with torch.nn.modules.module.register_module_forward_hook(remember):
+        train.main([str(tmp_path / "recipe.yaml"), *argv, "--output_dir", str(tmp_path / "run")])
+
+    assert torch.bfloat16 in dtypes
+    text = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "# chosen: bf16 true" in text
+    assert "# chosen: attn_implementation eager" in text
+    assert "# chosen: oneDNN for linear layers" in text
+
+
+def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):
+    flags = ["--max_steps", "1", "--learning_rate", "1e-12", "--whiten_patches", "true"]
+    train.main([*SMALL, "--output_dir", str(tmp_path), *flags])
+
+    embeddings = AutoModel.from_pretrained(tmp_path).embeddings.patch_embeddings
+    digits = AutoImageProcessor.from_pretrained(tmp_path)(load_digits()["train"]["image"][:], return_tensors="pt")
+    tokens = embeddings(digits["pixel_values"])
+    torch.testing.assert_close(tokens.mean((0, 1)), torch.zeros(32), rtol=0, atol=0.05)
+    assert embeddings.projection.bias.abs().mean() > 0.1  # it takes the mean patch away
+
+
+def test_patch_embedding_of_a_saved_model_is_not_whitened(run, tmp_path):
+    with pytest.raises(UserError, match="whiten_patches is for new models, and .* the saved model of --model"):
+        train.main([*SMALL, "--output_dir", str(tmp_path), "--whiten_patches", "true", "--model", str(run[0])])
+
+
+def test_run_shows_what_it_got_wrong(run):
+    matrix = np.array(json.loads((run[0] / "metrics.json").read_text())["confusion_matrix"])
+    assert matrix.trace() < 360, "no mistake to be shown"
+    assert "(mistakes.png)" in (run[0] / "README.md").read_text()
+    assert "(reliability.png)" in (run[0] / "README.md").read_text()
+    assert (run[0] / "reliability.png").is_file()
+
+
+@pytest.mark.parametrize("from_home", [False, True])
+def test_images_of_a_folder_are_not_where_they_would_be_pushed(from_home, class_folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(class_folders.parent))
+    data = f"~/{class_folders.name}" if from_home else str(class_folders)
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, learning_rate: 1e-5}")
+
+    metrics = train.main([str(recipe), *SMALL, "--data", data, "--output_dir", str(tmp_path / "out")])
+
+    assert metrics["test_accuracy"] < 1
+    Image.open(tmp_path / "out" / "_mistakes.png").verify()
+    assert not (tmp_path / "out" / "mistakes.png").exists()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "mistakes" not in card
+    assert "datasets:" not in card
+
+
+def test_mistakes_of_before_a_resumption_go(tmp_path):
+    (tmp_path / "mistakes.png").write_text("an older one")
+    summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
+
+    train.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
+
+    assert not (tmp_path / "mistakes.png").exists()
+
+
+def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):
+    again = train.main([str(run[0] / "recipe.yaml"), "--output_dir", str(tmp_path)])
+
+    assert again["test_loss"] == run[1]["test_loss"]
+    assert (tmp_path / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+
+
+def test_model_loads_by_the_auto_classes(run):
+    model = AutoModelForImageClassification.from_pretrained(run[0])
+    digits = load_digits()["test"]
+    pixel_values = AutoImageProcessor.from_pretrained(run[0])(digits["image"][:], return_tensors="pt")["pixel_values"]
+
+    with torch.no_grad():
+        predicted = model(pixel_values).logits.argmax(1)
+
+    assert (predicted.numpy() == np.asarray(digits["label"])).mean() == pytest.approx(run[1]["test_accuracy"])
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_pipeline_takes_images_of_every_mode(run, digit, mode):
+    image, label = digit
+    classify = pipeline("image-classification", model=str(run[0]), device="cpu")
+
+    answers = classify(image.convert(mode))
+
+    assert answers[0]["label"] == label
+    assert answers == classify(image)
+
+
+def test_pipeline_takes_a_path_and_a_url(run, digit, tmp_path):
+    image, label = digit
+    image.save(tmp_path / "digit.png")
+    classify = pipeline("image-classification", model=str(run[0]), device="cpu")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    from_path = classify(str(tmp_path / "digit.png"))
+    from_url = classify(f"http://127.0.0.1:{server.server_port}/digit.png")
+    server.shutdown()
+    server.server_close()
+
+    assert from_path == from_url == classify(image)
+    assert from_path[0]["label"] == label
+
+
+def test_feature_pipeline_gives_the_vector_that_the_classifier_reads(run, digit):
+    extract = pipeline("image-feature-extraction", model=str(run[0]), device="cpu", pool=True)
+    model = AutoModelForImageClassification.from_pretrained(run[0])
+    pixel_values = AutoImageProcessor.from_pretrained(run[0])(digit[0], return_tensors="pt")["pixel_values"]
+
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(run[0])(pixel_values).pooler_output
+        logits = model(pixel_values).logits
+        from_features = model.classifier(torch.tensor(extract(digit[0])))
+
+    assert extract(digit[0]) == expected.tolist()
+    assert torch.equal(from_features, logits)
+
+
+def test_folder_of_photographs_trains(class_folders, tmp_path):
+    recipe = str(ROOT / "recipes" / "cifar10_cpu.yaml")
+    where = ["--data", str(class_folders), "--output_dir", str(tmp_path / "run")]
+    short = ["--max_steps", "3", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
+    metrics = train.main([recipe, *where, *SMALL, *short, "--num_attention_heads", "4", "--image_size", "16", "24"])
+
+    assert metrics["epoch"] == 3  # one batch of the twenty images that remain for training each
+    labels = AutoModelForImageClassification.from_pretrained(tmp_path / "run").config.id2label
+    assert labels == {0: "flower", 1: "temple"}
+    classify = pipeline("image-classification", model=str(tmp_path / "run"), device="cpu")
+    assert {answer["label"] for answer in classify(Image.new("RGB", (64, 48)))} == {"flower", "temple"}
+
+
+START = ["--num_train_epochs", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+
+
+def test_saved_model_can_be_started_from(run, tmp_path):
+    saved, before = run
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    argv = [str(recipe), "--model", str(saved), "--use_cpu", "true", "--disable_tqdm", "true", *START]
+
+    after = train.main([*argv, "--bf16", "false", "--learning_rate", "1e-9", "--output_dir", str(tmp_path / "same")])
+
+    assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
+    assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(("names", "is_new"), [(["a", "b", "c"], False), (["a", "c", "b"], True)])
+def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_new, tmp_path):
+    config = ViTScratchConfig(**TINY | {"num_labels": 3, "id2label": dict(enumerate("abc"))})
+    saved = randomise_(train.ViTScratchForImageClassification(config), 0.2)
+    saved.save_pretrained(tmp_path)
+    wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate(names)))
+
+    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+
+    assert torch.equal(loaded.vit.layers[0].mlp.fc1.weight, saved.vit.layers[0].mlp.fc1.weight)
+    assert torch.equal(loaded.classifier.weight, saved.classifier.weight) != is_new
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_new_classifier_is_of_the_saved_models_precision(number, tmp_path):
+    saved = train.ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"num_labels": 3})).bfloat16()
+    saved.save_pretrained(tmp_path)
+    wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate("abcd"[:number])))
+
+    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+
+    assert loaded.classifier.weight.dtype == torch.bfloat16
+    assert loaded.classifier.out_features == number
+
+
+def test_image_processor_of_a_saved_model_does_not_crop(tmp_path, class_folders):
+    train.ViTScratchForImageClassification(
+        ViTScratchConfig(**TINY | {"image_size": 16, "patch_size": 8})
+    ).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 20, "width": 20}, do_center_crop=True, crop_size=16).save_pretrained(
+        tmp_path / "model"
+    )
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("{max_steps: 1, eval_strategy: no, save_strategy: no, load_best_model_at_end: false}")
+    train.main([str(recipe), "--model", str(tmp_path / "model"), "--data", str(class_folders), "--image_size", "32",
+                "--use_cpu", "true", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "run")])  # fmt: skip
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "run")
+    assert processor(Image.new("RGB", (50, 40)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
+
+
+def test_saved_model_without_an_image_processor_is_refused(tmp_path):
+    train.ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    with pytest.raises(UserError, match=r"model holds no preprocessor_config\.json, which says how its images were"):
+        train.main([str(recipe), "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")])
+
+
+def test_encoder_without_a_head_can_be_started_from(tmp_path):
+    config = ViTScratchConfig(image_size=8, patch_size=2, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    encoder = ViTScratchForMaskedImageModeling(config)
+    encoder.save_pretrained(tmp_path / "encoder")
+    ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.1] * 3).save_pretrained(tmp_path / "encoder")
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+    argv = [str(recipe), "--model", str(tmp_path / "encoder"), "--use_cpu", "true", "--disable_tqdm", "true", *START]
+
+    train.main([*argv, "--image_size", "12", "--learning_rate", "0", "--output_dir", str(tmp_path / "run")])
+
+    tuned = AutoModelForImageClassification.from_pretrained(tmp_path / "run")
+    assert tuned.config.image_size == 12
+    assert tuned.classifier.out_features == 10
+    expected = encoder.vit.layers.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tuned.vit.layers.state_dict().items())
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "run")
+    assert (list(processor.image_mean), processor.size["height"]) == ([0.1] * 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["--hidden_size", "64"], r"does not fit: hidden_size 64 \(saved: 32\)\. Leave that to the saved model"),
+        (["--pooling", "mean"], r"does not fit: pooling mean \(saved: cls\)\. Leave"),
+        (["--patch_size", "5"], r"must be divisible by patch_size"),
+    ],
+)
+def test_flags_that_do_not_fit_a_saved_model_are_named(run, choice, message, tmp_path):
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("data: digits\n")
+
+    with pytest.raises(UserError, match=message):
+        train.main([str(recipe), "--model", str(run[0]), *choice, "--output_dir", str(tmp_path / "x"), *START])
+
+
+def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):
+    argv = [
+        *SMALL,
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "8",
+        "--eval_strategy",
+        "no",
+        "--num_train_epochs",
+        "2",
+    ]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    expected = train.main([*argv, "--output_dir", str(whole)])
+    stopped.mkdir()
+    (whole / "checkpoint-16").rename(stopped / "checkpoint-16")  # as if stopped within the second of 11-step epochs
+
+    resumed = train.main([*argv, "--output_dir", str(stopped), "--resume_from_checkpoint", "true"])
+
+    assert resumed["test_loss"] == expected["test_loss"]
+    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_folder_of_a_finished_run_is_not_overwritten(run):
+    before = (run[0] / "model.safetensors").read_bytes()
+
+    with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten"):
+        train.main(["--output_dir", str(run[0])])
+    assert (run[0] / "model.safetensors").read_bytes() == before
+
+
+def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--learning_rat", "1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    message = "train.py: error: unknown flag --learning_rat. Did you mean --learning_rate?"
+    assert done.stderr.splitlines()[-1] == message
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--image_size", "9"], r"^image_size \(height 9\) must be divisible by patch_size \(height 2\)\."),
+        (["--translation", "2"], r"^translation must lie in \[0, 1\), got 2"),
+        (
+            ["--metric_for_best_model", "acc"],
+            r"^metric_for_best_model must be one of loss, accuracy, top5_accuracy; got",
+        ),
+    ],
+)
+def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        train.main([*SMALL, "--output_dir", str(tmp_path / "run"), *argv])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--attn_implementation", "fast"], r"`attn_implementation=\"fast\"`"),
+        (["--seed=-1"], r"seed|Seed"),
+        (["--learning_rate=-1"], r"Invalid learning rate: -1"),
+        (["--per_device_train_batch_size", "0"], r"batch_size should be a positive integer"),
+        (["--dataloader_num_workers=-1"], r"num_workers"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], r"min_lr"),
+        (["--report_to", "somewhere"], r"somewhere"),
+        (["--data_config", "x", "--train_split", "all"], r"there is no split 'all'"),
+    ],
+)
+def test_value_that_a_library_refuses_is_the_users_mistake(argv, message, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        train.main([*SMALL, "--output_dir", str(tmp_path / "run"), *argv])
+    assert "\n" not in str(error.value)
+
+
+def test_error_within_training_keeps_its_type(tmp_path, monkeypatch):
+    def fail(self, model, inputs, *args):
+        self._logged_time = 0.0
+        raise ValueError("a fault of the program")
+
+    monkeypatch.setattr(train.ViTTrainer, "training_step", fail)
+    with pytest.raises(ValueError, match=r"a fault of the program") as error:
+        train.main([*SMALL, "--output_dir", str(tmp_path)])
+    assert not isinstance(error.value, UserError)
+
+
+def test_help_lists_the_flags():
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0
+    for flag in ("--patch_size", "--data ", "--horizontal_flip_prob", "--learning_rate"):
+        assert flag in done.stdout
+
+
+def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route\nto the Hub")
+
+    monkeypatch.setattr(
+        train.ViTTrainer, "init_hf_repo", lambda trainer: setattr(trainer, "hub_model_id", "me/digits")
+    )
+    monkeypatch.setattr(train.ViTTrainer, "push_to_hub", fail)
+    argv = [*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--push_to_hub", "true"]
+
+    with pytest.raises(
+        UserError, match=r"whole in .*run, but not on the Hub: no route to the Hub. Try: hf upload me/d"
+    ):
+        train.main([*argv, "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")])
+
+    assert {"model.safetensors", "metrics.json", "README.md"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -1,0 +1,748 @@
+"""The Trainer's promises: what decays, what a resumed run restores, and what a loss counts for."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TINY
+from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from transformers import TrainerCallback, TrainingArguments, ViTImageProcessor
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.data.augmentation import training_stages
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
+from hf_vit_scratch.speed import hardware as machine
+from hf_vit_scratch.training import optimizers as optimization
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.trainer import LossWatch, ViTTrainer, advising_on_memory
+
+KINDS = {"single_label": {}, "multi_label": {"multi_label": True}, "mixed": {"mixed": True}}
+STYLES = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
+
+
+class RandomImages(torch.utils.data.Dataset):
+    """Noise with labels: single ones, or several where `multi_label`."""
+
+    def __init__(self, size=24, multi_label=False, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.pixel_values = torch.randn(size, 3, 16, 24, generator=generator)
+        self.labels = torch.randint(0, 5, (size,), generator=generator)
+        if multi_label:
+            self.labels = torch.randint(0, 2, (size, 5), generator=generator).float()
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"pixel_values": self.pixel_values[index], "labels": self.labels[index]}
+
+
+def mixed_digits():
+    """Real images, augmented and mixed as in training; the sampler and the dataset are those of `train.py`."""
+    stages, stage = training_stages((16, 24), translation=0.1, augmentation_off_fraction=0.3)
+    mixing = Mixing(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.8, label_smoothing=0.1)
+    rows = load_digits()["train"].filter(lambda row: row["label"] < 5).select(range(24))
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    return ImageClassificationDataset(rows, processor, stages, mixing), stage
+
+
+def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **arguments):
+    torch.manual_seed(1)
+    problem = {"problem_type": "multi_label_classification"} if multi_label else {}
+    model = ViTScratchForImageClassification(ViTScratchConfig(**TINY | (fields or {}) | problem))
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "weight_decay": 0.1,
+                "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "logging_steps": 1,
+                "disable_tqdm": True, "use_cpu": True, "save_total_limit": None}  # fmt: skip
+    return ViTTrainer(
+        model=model,
+        args=ViTTrainingArguments(output_dir=str(output_dir), **defaults | arguments),
+        **(
+            {"train_dataset": RandomImages(multi_label=multi_label)}
+            if not mixed
+            else dict(zip(("train_dataset", "stage"), mixed_digits(), strict=True))
+        ),
+        eval_dataset=RandomImages(15, multi_label, seed=1),
+        compute_metrics=None if multi_label else compute_metrics,
+        preprocess_logits_for_metrics=None if multi_label else summarise_logits,
+    )
+
+
+class At(TrainerCallback):
+    """Does something at a step, to which it gives the control of the run."""
+
+    def __init__(self, step, do):
+        self.step, self.do = step, do
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.do(control)
+
+
+class EarlierIsBetter(TrainerCallback):
+    """Adds a metric by which the first model is the best, whatever the numbers do on a machine."""
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        metrics["eval_earliness"] = -state.global_step
+
+
+@STYLES
+def test_only_the_weights_of_matrices_decay(norm_first, tmp_path):
+    trainer = make_trainer(tmp_path, {"norm_first": norm_first, "qk_norm": True, "classifier_hidden_size": 20})
+
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+
+    undecayed = {name for name, _ in trainer.model.named_parameters()} - decayed
+    last = set() if not norm_first else {"vit.layernorm.weight", "vit.layernorm.bias"}
+    first = set() if norm_first else {"vit.embeddings.layernorm.weight", "vit.embeddings.layernorm.bias"}
+    biases = ["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2",
+              "layernorm_before", "layernorm_after"]  # fmt: skip
+    weights = ["layernorm_before", "layernorm_after", "attention.q_norm", "attention.k_norm"]
+    assert undecayed == first | last | {
+        "vit.embeddings.cls_token", "vit.embeddings.position_embeddings",
+        "vit.embeddings.patch_embeddings.projection.bias", "pre_logits.0.bias", "classifier.bias",
+        *(f"vit.layers.{i}.{name}.bias" for i in range(2) for name in biases),
+        *(f"vit.layers.{i}.{name}.weight" for i in range(2) for name in weights),
+    }  # fmt: skip
+
+
+def test_optimizer_decays_what_the_trainer_names(tmp_path):
+    trainer = make_trainer(tmp_path)
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+
+    groups = trainer.create_optimizer().param_groups
+
+    decayed = {names[id(parameter)] for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert decayed == set(trainer.get_decay_parameter_names(trainer.model))
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
+@STYLES
+def test_resumed_run_ends_as_the_uninterrupted_one(norm_first, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(tmp_path / "whole", {"norm_first": norm_first, "drop_path_rate": 0.2}, **options)
+    whole.train()
+
+    resumed = make_trainer(tmp_path / "resumed", {"norm_first": norm_first, "drop_path_rate": 0.2}, **options)
+    torch.nn.init.ones_(resumed.model.vit.layers[0].mlp.fc1.weight)  # whatever it was, the checkpoint decides
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+
+    expected, actual = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    for ours, theirs in zip(
+        resumed.optimizer.state_dict()["state"].values(), whole.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", [None, "checkpoint-3"])
+def test_run_is_resumed_whole_from_true_or_a_path(name, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "ema_decay": 0.9}
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    half = make_trainer(tmp_path / "half", **options)
+    half.add_callback(At(3, lambda control: setattr(control, "should_training_stop", True)))  # early in its schedule
+    half.train()
+    resumed = make_trainer(tmp_path / "half", **options)
+
+    resumed.train(resume_from_checkpoint=True if name is None else tmp_path / "half" / name)
+
+    expected, actual = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert resumed._seconds_before > 0
+
+
+def test_checkpoint_of_the_model_alone_cannot_be_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    make_trainer(tmp_path, **options).train()
+    with pytest.raises(UserError, match=r"checkpoint-6 holds the model alone, .* can start from it: --model"):
+        make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+
+
+def test_last_weights_are_evaluated_and_saved_when_the_time_is_over(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=0.01, eval_strategy="steps",
+                           eval_steps=50_000, save_strategy="steps", save_steps=50_000)  # fmt: skip
+    trainer.train()
+    step = trainer.state.global_step
+    assert step < 50_000
+    assert [logs["step"] for logs in trainer.state.log_history if "eval_loss" in logs] == [step]
+    assert (tmp_path / "last").resolve().name == f"checkpoint-{step}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"num_train_epochs": 10, "max_steps": -1}, [16, 4]),
+        ({"max_steps": 20}, [16, 4]),
+        ({"max_steps": 20, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, [16, 4]),
+        ({"max_steps": 20, "dataloader_drop_last": True}, [16, 4]),
+    ],
+    ids=str,
+)
+def test_stages_of_training_follow_the_steps(arguments, expected, tmp_path):
+    # 24 images in batches of 16: a pass takes two steps, of which the second is smaller, or is dropped.
+    trainer = make_trainer(tmp_path, mixed=True, **{"per_device_train_batch_size": 16} | arguments)
+    trainer.stage = lambda progress: int(progress >= 0.8)
+    sampler = trainer._get_train_sampler()
+    stages = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        of_images = [sample.stage for sample in sampler]
+        stages += of_images[: 16 if "dataloader_drop_last" in arguments else None : 16]
+    assert [stages[:20].count(stage) for stage in (0, 1)] == expected
+
+
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("minutes", [None, 60.0])
+def test_least_rate_of_a_schedule_is_a_rate(minutes, muon, tmp_path):
+    trainer = make_trainer(
+        tmp_path, muon=muon, max_train_minutes=minutes, lr_scheduler_type="cosine_with_min_lr", learning_rate=1e-2,
+        lr_scheduler_kwargs={"min_lr": 1e-3},
+    )  # fmt: skip
+    trainer.train()
+    passed = 1 if minutes is None else 5 / 6  # the clock is read after the rate is set
+    expected = 1e-3 + 9e-3 * (1 + math.cos(math.pi * passed)) / 2
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_schedule_that_follows_a_metric_does_not_follow_the_clock(tmp_path):
+    trainer = make_trainer(tmp_path, max_train_minutes=1.0, lr_scheduler_type="reduce_lr_on_plateau",
+                           eval_strategy="epoch")  # fmt: skip
+    with pytest.raises(UserError, match=r"reduce_lr_on_plateau follows a metric, not max_train_minutes\."):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"),
+    [("accuracy", None, "max"), ("loss", None, "min"), ("loss", {"mode": "max", "patience": 3}, "max")],
+)
+def test_rate_falls_when_the_metric_gets_no_better(metric, given, mode, tmp_path):
+    args = ViTTrainingArguments(
+        str(tmp_path),
+        lr_scheduler_type="reduce_lr_on_plateau",
+        metric_for_best_model=metric,
+        lr_scheduler_kwargs=given,
+    )
+    assert args.lr_scheduler_kwargs == {"mode": mode} | (given or {})
+
+
+@STYLES
+def test_best_model_is_reloaded_whole(norm_first, tmp_path):
+    trainer = make_trainer(
+        tmp_path, {"norm_first": norm_first}, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="earliness", greater_is_better=True,
+    )  # fmt: skip
+    trainer.add_callback(EarlierIsBetter)
+
+    trainer.train()
+
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-1"
+    saved, state = load_file(best / "model.safetensors"), trainer.model.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in state)
+    losses = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected"])
+def test_checkpoint_with_other_tensors_is_refused(fault, tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
+    trainer.train()
+    file = tmp_path / "checkpoint-3" / "model.safetensors"
+    tensors = load_file(file)
+    if fault == "missing":
+        del tensors["vit.layers.1.mlp.fc2.bias"]
+    else:
+        tensors["vit.encoder.layer.1.output.dense.bias"] = torch.zeros(32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    (file.parent / "SHA256SUMS").unlink()  # or the file is refused for being another
+
+    message = r"Missing: .*layers\.1\.mlp\.fc2\.bias" if fault == "missing" else r"unexpected: .*encoder\.layer\.1"
+    with pytest.raises(UserError, match=message):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [8, 10], ids=["even", "uneven"])  # 10: an epoch ends in 5 + 5, 5 + 5, 4 images
+def test_accumulated_batches_train_as_one_large_batch_does(kind, batch_size, tmp_path):
+    steps = {8: 4, 10: 2}[batch_size]
+    whole = make_trainer(tmp_path / "whole", **KINDS[kind], per_device_train_batch_size=batch_size)
+    parts = make_trainer(
+        tmp_path / "parts", **KINDS[kind], per_device_train_batch_size=batch_size // steps,
+        gradient_accumulation_steps=steps,
+    )  # fmt: skip
+
+    whole.train()
+    parts.train()
+
+    assert len(whole.state.log_history) == len(parts.state.log_history) == 7
+    for ours, theirs in zip(parts.state.log_history[:6], whole.state.log_history[:6], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-4)
+
+
+def test_loss_that_takes_the_number_of_images_is_not_weighted_again(tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    images = RandomImages(22)
+    whole, parts = (
+        make_trainer(tmp_path / name, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        for name, size, steps in (("whole", 22, 1), ("parts", 8, 3))
+    )
+    for trainer in (whole, parts):
+        trainer.train_dataset, trainer.compute_loss_func = images, loss_of
+        trainer.train()
+
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-5)
+    assert parts.state.log_history[0]["grad_norm"] == pytest.approx(whole.state.log_history[0]["grad_norm"], abs=1e-5)
+
+
+class Notes(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "notes.json").write_text("{}")
+
+
+def test_file_that_a_callback_adds_to_a_checkpoint_is_no_damage(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+               "load_best_model_at_end": True, "metric_for_best_model": "loss"}  # fmt: skip
+    trainer = make_trainer(tmp_path, **options)
+    trainer.add_callback(Notes)
+    trainer.train()
+    make_trainer(tmp_path, **options | {"max_steps": 9}).train(resume_from_checkpoint=True)
+
+
+def test_trainer_that_was_stopped_can_go_on(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(At(2, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
+    trainer.train()
+    assert (trainer.stopped, trainer.state.global_step) == (True, 3)
+    trainer.train(resume_from_checkpoint=True)
+    assert (trainer.stopped, trainer.state.global_step) == (False, 6)
+
+
+def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(tmp_path):
+    def interrupt(control):
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(tmp_path, ema_decay=0.9)
+    trainer.add_callback(At(5, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    saved = make_trainer(tmp_path / "again")
+    saved.model = ViTScratchForImageClassification.from_pretrained(tmp_path)
+    assert saved.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("args", [None, TrainingArguments("unused", use_cpu=True)])
+def test_other_arguments_than_ours_are_refused(args):
+    with pytest.raises(UserError, match=r"args must be ViTTrainingArguments, got (NoneType|TrainingArguments)\."):
+        ViTTrainer(model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args=args)
+
+
+def test_layers_of_a_new_model_are_compiled_too(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ViTScratchLayer, "compile", lambda self, **kwargs: compiled.append(self))
+
+    def model_init():
+        return ViTScratchForImageClassification(ViTScratchConfig(**TINY))
+
+    args = ViTTrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, torch_compile=True, torch_compile_backend="eager",
+        eval_strategy="no", save_strategy="no", load_best_model_at_end=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = ViTTrainer(model_init=model_init, args=args, train_dataset=RandomImages())
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert set(trainer.model.vit.layers) <= set(compiled)
+
+
+def test_last_step_of_an_epoch_weighs_every_image_the_same(tmp_path):
+    # 7 images in batches of 2, all in one step: 2 + 2 + 2 + 1.
+    images = RandomImages(7)
+    whole, parts = (
+        make_trainer(tmp_path / name, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        for name, size, steps in (("whole", 7, 1), ("parts", 2, 4))
+    )
+    for trainer in (whole, parts):
+        trainer.train_dataset = images
+        trainer.train()
+
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
+    assert parts.state.log_history[0]["grad_norm"] == pytest.approx(whole.state.log_history[0]["grad_norm"], abs=1e-5)
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    # Batches of equal sizes: accelerate fills the last ones up with images that it repeats.
+    script, output = Path(__file__).parents[1] / "two_processes.py", tmp_path / "two.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    two_processes = json.loads(output.read_text())
+
+    for kind, two in zip(KINDS, two_processes, strict=True):
+        one = train_and_report(tmp_path / kind, kind, batch_size=8)
+
+        assert (one["world_size"], two["world_size"]) == (1, 2)
+        assert len(one["history"]) == len(two["history"]) == 6
+        for ours, theirs in zip(two["history"], one["history"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-4)
+        assert two["eval_samples"] == one["eval_samples"] == 15
+        if kind != "multi_label":  # which has no metrics of ours, so the stock loss counts a filled-up image twice
+            assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)
+
+
+def train_and_report(output_dir, kind, batch_size, **arguments):
+    """Train six steps in each of the processes that run this; return what the Trainer logged."""
+    trainer = make_trainer(
+        output_dir, **KINDS[kind], per_device_train_batch_size=batch_size, per_device_eval_batch_size=4, **arguments,
+    )  # fmt: skip
+    trainer.train()
+    predictions = trainer.predict(trainer.eval_dataset)
+    return {
+        "world_size": trainer.args.world_size,
+        "history": [logs for logs in trainer.state.log_history if "loss" in logs],
+        "eval_samples": len(predictions.label_ids),
+        "eval_loss": predictions.metrics["test_loss"],
+    }
+
+
+def test_eight_real_images_are_memorised(tmp_path, photographs):
+    crops = torch.stack([
+        torch.tensor(list(photograph.crop((90 * i, 40 * i, 90 * i + 240, 40 * i + 160)).resize((24, 16)).tobytes()))
+        .view(16, 24, 3).permute(2, 0, 1) / 127.5 - 1
+        for photograph in photographs for i in range(4)
+    ])  # fmt: skip
+    trainer = make_trainer(tmp_path, {"num_labels": 8}, max_steps=150, learning_rate=3e-3, weight_decay=0.0)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.train_dataset = [{"pixel_values": crop, "labels": label} for label, crop in enumerate(crops)]
+
+    trainer.train()
+
+    logits = trainer.model.eval()(crops).logits
+    assert logits.argmax(1).tolist() == list(range(8))
+    for name, tensor in trainer.model.state_dict().items():
+        if not name.endswith("k_proj.bias"):  # it cancels in the softmax, so it has no gradient
+            assert not torch.equal(tensor, before[name]), name
+
+
+def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr(
+        "hf_vit_scratch.training.trainer.time.perf_counter", lambda: next(clock)
+    )  # a second at every look
+    trainer = make_trainer(tmp_path, max_steps=2, per_device_train_batch_size=18, eval_strategy="steps", eval_steps=1)
+
+    trainer.train()
+
+    # Looks at the clock: start 0, first step 1, log 2, evaluation 3 to 4 and its line 5, log 6. So 18 images in 1
+    # second, then the other 6 of the 24 in 4 less 1.
+    rates = [logs["images_per_second"] for logs in trainer.state.log_history if "loss" in logs]
+    assert rates == [18.0, 2.0]
+    minutes = [logs["minutes"] for logs in trainer.state.log_history]
+    assert minutes == sorted(minutes)
+    assert minutes[0] == round(2 / 60, 2)
+
+
+def test_images_are_not_dropped_as_unused_columns(tmp_path):
+    assert ViTTrainingArguments(output_dir=str(tmp_path)).remove_unused_columns is False
+
+
+# The moving average
+
+
+def record_weights(trainer):
+    """The weights after each step, from the moment that the optimizer has changed them."""
+    history = []
+    after_step = trainer.after_step
+
+    def recording(control):
+        history.append(trainer.model.classifier.weight.detach().clone())
+        after_step(control)
+
+    trainer.after_step = recording
+    return history
+
+
+def test_average_equals_the_closed_form(tmp_path):
+    trainer = make_trainer(tmp_path, ema_decay=0.8)
+    history = record_weights(trainer)
+
+    trainer.train()
+
+    # The average starts at the first step's weights: 0.8^5 w_1 + sum of 0.2 * 0.8^(6 - k) w_k for k = 2 .. 6.
+    shares = [0.8**5, *(0.2 * 0.8 ** (6 - k) for k in range(2, 7))]
+    expected = sum(share * weights.double() for share, weights in zip(shares, history, strict=True))
+    torch.testing.assert_close(trainer.model.classifier.weight.double(), expected, rtol=0, atol=1e-6)
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_average_is_what_is_evaluated_and_training_goes_on_with_the_weights(tmp_path):
+    plain = make_trainer(tmp_path / "plain", eval_strategy="steps", eval_steps=3)
+    averaged = make_trainer(tmp_path / "averaged", eval_strategy="steps", eval_steps=3, ema_decay=0.9)
+
+    plain.train()
+    averaged.train()
+
+    for ours, theirs in zip(averaged.state.log_history, plain.state.log_history, strict=True):
+        if "loss" in ours:
+            assert ours["loss"] == theirs["loss"]
+        elif "eval_loss" in ours:
+            assert ours["eval_loss"] != theirs["eval_loss"]
+    final = averaged.state.log_history[-2]["eval_loss"]
+    assert averaged.evaluate()["eval_loss"] == pytest.approx(final, abs=1e-6)
+
+
+def test_best_average_is_reloaded(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, ema_decay=0.5,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+
+    trainer.train()
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+# What goes wrong
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, logging_steps=1000)
+    after_step = trainer.after_step
+
+    def spoil(control):
+        after_step(control)
+        if trainer.state.global_step == 4:
+            trainer.model.classifier.bias.data[0] = float("nan")
+
+    trainer.after_step = spoil
+    with pytest.raises(UserError, match=r"The loss is nan since step 5\. .*checkpoint-3\. The likely cause"):
+        trainer.train()
+
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "last" / "model.safetensors").values())
+
+
+def run_out_of_memory_above(batch_size, trainer, monkeypatch):
+    step = type(trainer).training_step
+
+    def limited(self, model, inputs, *args, **kwargs):
+        if len(inputs["pixel_values"]) > batch_size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(type(trainer), "training_step", limited)
+
+
+def test_running_out_of_memory_says_what_to_change(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    run_out_of_memory_above(4, trainer, monkeypatch)
+
+    with (
+        pytest.raises(
+            UserError, match=r"with 8 images per batch\. .*_batch_size 4 --gradient_accumulation_steps 2\. Or"
+        ),
+        advising_on_memory(trainer.args),
+    ):
+        trainer.train()
+
+
+def test_batch_size_that_fits_is_found(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, mixed=True, auto_find_batch_size=True, ema_decay=0.5)
+    run_out_of_memory_above(4, trainer, monkeypatch)
+
+    trainer.train()
+
+    assert trainer.state.global_step == 6
+    assert trainer._train_batch_size <= 4
+
+
+def test_muon_with_another_optimizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"muon goes together with AdamW only, got optim sgd\."):
+        make_trainer(tmp_path, muon=True, optim="sgd").train()
+
+
+@pytest.mark.parametrize(
+    ("fast", "asked", "expected"),
+    [(True, None, torch.bfloat16), (False, None, torch.float32), (False, "bfloat16", torch.bfloat16),
+     (True, "float32", torch.float32)],
+)  # fmt: skip
+def test_muon_multiplies_as_asked_or_as_is_fastest(fast, asked, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "bf16_is_fast", lambda device: fast)
+    dtypes = set()
+    orthogonalise = optimization.orthogonalise
+    monkeypatch.setattr(optimization, "orthogonalise", lambda x, *args: dtypes.add(x.dtype) or orthogonalise(x, *args))
+
+    make_trainer(tmp_path, muon=True, muon_dtype=asked, max_steps=1).train()
+
+    assert dtypes == {expected}
+
+
+def test_unknown_precision_of_muon_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"muon_dtype must be one of bfloat16, float32; got 'fp16'\."):
+        make_trainer(tmp_path, muon_dtype="fp16")
+
+
+@pytest.mark.parametrize("arguments", [{"ema_decay": 1.5}, {"layer_decay": 0.0}, {"max_train_minutes": -1.0}], ids=str)
+def test_impossible_argument_is_refused(arguments, tmp_path):
+    (name,) = arguments
+    with pytest.raises(UserError, match=rf"{name} must lie above 0 and be at most"):
+        make_trainer(tmp_path, **arguments)
+
+
+def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch):
+    seconds = itertools.count()  # a clock that goes on by one whenever it is read
+    monkeypatch.setattr("hf_vit_scratch.training.trainer.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    trainer = make_trainer(tmp_path, max_steps=100_000, max_train_minutes=2, lr_scheduler_type="linear")
+
+    trainer.train()
+
+    rates = [logs["learning_rate"] for logs in trainer.state.log_history if "loss" in logs]
+    assert 10 < len(rates) < 100_000
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.95 * 1e-2
+    assert rates[-1] < 0.1 * 1e-2
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of itself
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_are_compiled_once_for_all_and_for_every_size_of_batch(tmp_path):
+    trainer = make_trainer(
+        tmp_path, fields={"num_hidden_layers": 3}, torch_compile=True, torch_compile_backend="aot_eager",
+        per_device_train_batch_size=9,
+    )  # fmt: skip
+
+    trainer.train()  # 24 images: 9, 9, 6
+    trainer.evaluate(RandomImages(5))
+
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["frames"]["ok"] == 1
+    assert not isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)  # not the model as well
+    assert not any("_orig_mod" in name for name in trainer.model.state_dict())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_that_differ_are_compiled_with_the_model(tmp_path):
+    fields = {"num_hidden_layers": 3, "drop_path_rate": 0.2}
+    trainer = make_trainer(tmp_path, fields, torch_compile=True, torch_compile_backend="aot_eager", max_steps=1)
+
+    trainer.train()
+
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    trainer = make_trainer(tmp_path, torch_compile=True)
+
+    trainer.train()
+
+    assert "torch_compile needs a C++ compiler" in caplog.text
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_bytes_of_worker_processes_are_finished_where_the_model_is(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=3, dataloader_num_workers=1)
+    prepare, received, trained_on = trainer._prepare_inputs, [], []
+    monkeypatch.setattr(trainer, "_prepare_inputs", lambda inputs: received.append(inputs) or prepare(inputs))
+    trainer.model.register_forward_pre_hook(lambda _, args, kwargs: trained_on.append(kwargs), with_kwargs=True)
+
+    trainer.train()
+
+    assert sum("images" in batch for batch in received) == 3
+    # Who looks at a batch without training gets it whole.
+    for batch, expected in zip(trained_on, trainer.get_train_dataloader(), strict=True):
+        assert all(torch.equal(batch[name], expected[name]) for name in ("pixel_values", "labels"))
+
+
+@pytest.mark.parametrize(("persistent", "forks"), [(False, 3), (True, 2)], ids=["new_workers", "persistent_workers"])
+def test_push_is_over_before_worker_processes_are_forked(persistent, forks, tmp_path, monkeypatch):
+    # huggingface_hub takes a lock in every forked process, which the thread of a push may have held.
+    events = []
+    start = torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=6, dataloader_num_workers=1,
+                           dataloader_persistent_workers=persistent)  # fmt: skip
+
+    def note(*args, **kwargs):
+        events.append("fork")
+        start(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.data.dataloader._MultiProcessingDataLoaderIter, "__init__", note)
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: False, wait_until_done=lambda: events.append("wait"), _jobs=[]
+    )
+    trainer.train()  # two epochs
+    for _ in range(1 + persistent):
+        trainer.evaluate(RandomImages(8))
+
+    expected = ["wait", "fork"] * forks
+    expected.insert(-2, "wait")  # the stock Trainer, at the end of training
+    assert events == expected
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "end"])
+def test_push_that_is_skipped_leaves_the_files_of_the_one_before_alone(strategy, tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=6, hub_strategy=strategy)
+    trainer.train()
+    trainer.push_in_progress = SimpleNamespace(is_done=lambda: strategy == "end")
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-6"))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("losses", "warned"),
+    [
+        ([1.65, 1.66, 1.64], True),  # the loss of equal probabilities for five classes is 1.61
+        ([1.65, 1.55, 1.50], False),  # it falls
+        ([0.30, 0.30, 0.30], False),  # it has fallen before the first line
+    ],
+)
+@pytest.mark.parametrize("by_time", [True, False], ids=["by time", "by steps"])
+def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_time, caplog):
+    watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
+    args = SimpleNamespace(max_train_minutes=10.0 if by_time else None)
+
+    for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
+        state = SimpleNamespace(global_step=1 if by_time else 1000 * share, max_steps=1000)
+        watch.on_log(args, state, None, logs={"loss": loss, "minutes": 10 * share}, model=model)
+        assert ("has not moved" in caplog.text) == (warned and number >= 2)
+
+    assert caplog.text.count("has not moved") == warned
+
+
+def test_run_whose_rate_is_too_small_says_that_its_loss_does_not_move(tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=30, learning_rate=1e-12).train()
+
+    assert "The loss has not moved in the first 10% of the training: 1." in caplog.text
