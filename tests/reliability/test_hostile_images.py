@@ -23,7 +23,7 @@ from test_explorer import save_model
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch.data import images as image_files
-from hf_vit_scratch.data import splits
+from hf_vit_scratch.data import splits as data_splits
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.splits import load_splits
@@ -151,7 +151,7 @@ def files(tmp_path_factory):
 def kept_and_named(root):
     """The names that the data path keeps, and those that it reports."""
     reported = []
-    splits.logger.warning = lambda text, *values: reported.append(text % values)
+    data_splits.logger.warning = lambda text, *values: reported.append(text % values)
     splits = load_splits(str(root), corrupt_images="skip", validation_fraction=0.2)
     rows = [row for part in splits.values() for row in part.cast_column("image", ImageFeature(decode=False))]
     processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
@@ -322,17 +322,17 @@ def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photogr
 def test_dataset_of_the_hub_takes_in_no_file_of_this_machine(path, monkeypatch):
     features = Features({"image": ImageFeature(), "label": datasets.ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": [{"path": path, "bytes": None}] * 4, "label": [0, 1, 0, 1]}, features=features)
-    monkeypatch.setattr(splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
+    monkeypatch.setattr(data_splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
     with pytest.raises(UserError, match=rf"owner/name: an image of train is the file {path} of this machine"):
         load_splits("owner/name")
 
 
 def test_dataset_of_the_hub_has_its_own_files(monkeypatch, tmp_path, photographs):
-    monkeypatch.setattr(data, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(data_splits, "HF_DATASETS_CACHE", str(tmp_path))
     photographs[0].save(tmp_path / "image.png")
     content = (tmp_path / "image.png").read_bytes()
     features = Features({"image": ImageFeature(), "label": datasets.ClassLabel(names=["a", "b"])})
     images = [{"path": str(tmp_path / "image.png"), "bytes": None}, {"path": "name.png", "bytes": content}, None] * 4
     rows = Dataset.from_dict({"image": images, "label": [0, 1] * 6}, features=features)
-    monkeypatch.setattr(splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
+    monkeypatch.setattr(data_splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
     assert load_splits("owner/name")
