@@ -44,8 +44,9 @@ from hf_vit_scratch.evaluation.metrics import (
     summarise_logits,
 )
 from hf_vit_scratch.evaluation.model_card import MISTAKES, describe_machine
-from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPreTrainedModel, onednn_is_faster
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPreTrainedModel
 from hf_vit_scratch.speed import hardware as machine
+from hf_vit_scratch.speed.linear import onednn_is_faster
 from hf_vit_scratch.training import auto_config
 from hf_vit_scratch.training import sanity_check as inspection
 from hf_vit_scratch.training.arguments import (

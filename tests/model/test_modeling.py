@@ -8,27 +8,25 @@ import torch
 from helpers import TINY, assert_equal, randomise_
 from safetensors import safe_open
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
 from transformers.models.dinov3_vit.configuration_dinov3_vit import DINOv3ViTConfig
 from transformers.models.dinov3_vit.modeling_dinov3_vit import (
     DINOv3ViTRopePositionEmbedding,
-    apply_rotary_pos_emb,
+)
+from transformers.models.dinov3_vit.modeling_dinov3_vit import (
+    apply_rotary_pos_emb as dinov3_apply_rotary_pos_emb,
 )
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
-from hf_vit_scratch.model import modeling_vit_scratch
 from hf_vit_scratch.model.modeling_vit_scratch import (
     ViTScratchDropPath,
     ViTScratchLayer,
-    ViTScratchLinear,
     ViTScratchPreTrainedModel,
+    apply_rotary_pos_emb,
     eager_attention_forward,
-    resample_positions,
+    interpolate_pos_encoding,
     rope2d_cos_sin,
-    rotate,
     sincos2d_positions,
 )
 
@@ -47,231 +45,6 @@ def tiny_model(cls=ViTScratchModel, std=0.5, attn_implementation="eager", **fiel
 @pytest.fixture
 def pixel_values():
     return torch.randn(3, 3, 16, 24, dtype=torch.float64, requires_grad=True)
-
-
-# Linear layers
-
-
-@pytest.mark.parametrize(
-    ("dtype", "autocast", "apart"),
-    [(torch.bfloat16, False, True), (torch.float32, True, True), (torch.float32, False, False)],
-    ids=["bf16", "autocast", "fp32"],
-)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_compiled_linear_layer_adds_its_bias_apart_in_bf16_and_equals_the_product(dtype, autocast, apart, bias):
-    layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
-    x, graphs = torch.randn(2, 3, 8, dtype=dtype), []
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph.code) or graph, fullgraph=True)
-    expected = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        actual, uncompiled = compiled(x), layer(x)
-
-    assert actual.dtype == uncompiled.dtype == (torch.bfloat16 if autocast else dtype)
-    tolerance = 1e-5 if actual.dtype == torch.float32 else 3 * 2**-8  # of rounding factors, product, and sum
-    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
-    assert (" + " in graphs[0]) == (apart and bias)
-
-
-def linear_pair(**fields):
-    """Ours and torch's with the same numbers."""
-    ours, theirs = ViTScratchLinear(8, 16, **fields), nn.Linear(8, 16, **fields)
-    randomise_(ours, 0.5)
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What linear layers call when oneDNN is said to be the faster for everything."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: True)
-    everything = dict.fromkeys((torch.float32, torch.bfloat16), (0, 0))
-    monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", everything)
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 0)
-    made = []
-    for place, name in ((torch.ops.mkldnn, "_linear_pointwise"), (F, "conv2d")):
-        called = getattr(place, name)
-        spy = lambda *args, called=called, name=name: made.append(name) or called(*args)  # noqa: E731
-        monkeypatch.setattr(place, name, spy)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("called", "with_gradients"), [("_linear_pointwise", False), ("conv2d", False), ("conv2d", True)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_linear_layer_through_onednn_equals_the_product(calls, monkeypatch, called, with_gradients, dtype, bias):
-    if dtype == torch.bfloat16 and called != "conv2d" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("without AVX-512 oneDNN has no product in bfloat16, and is never chosen for it")
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 6 if called == "conv2d" else 7)
-    layer = randomise_(ViTScratchLinear(8, 16, bias=bias), 0.5).to(dtype)
-    x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
-    factors = [x, *layer.parameters()]
-    copies = [factor.detach().double().requires_grad_() for factor in factors]
-
-    with torch.set_grad_enabled(with_gradients):
-        actual, expected = layer(x), F.linear(*copies)
-    pairs = [(actual, expected)]
-    if with_gradients:
-        upstream = torch.randn_like(actual)
-        gradients = torch.autograd.grad(actual, factors, upstream)
-        pairs += zip(gradients, torch.autograd.grad(expected, copies, upstream.double()), strict=True)
-
-    assert calls == [called]
-    tolerance = 1e-5 if dtype == torch.float32 else 2 * 2**-8
-    for mine, theirs in pairs:
-        assert mine.dtype == dtype
-        assert mine.is_contiguous()
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * scale)
-
-
-def dual(layer, x):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x.cos()))).tangent
-
-
-def count(layer, x):
-    with FlopCounterMode(display=False) as counter:
-        layer(x)
-    return torch.tensor(counter.get_total_flops())
-
-
-def autocast(layer, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return layer(x)
-
-
-OBSERVERS = {
-    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x.cos(),))[1],
-    "dual": dual,
-    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).square().sum())(x),
-    "hessian": lambda layer, x: torch.func.hessian(lambda x: layer(x).square().sum())(x),
-    "vmap": lambda layer, x: torch.func.vmap(layer, in_dims=1)(x.unsqueeze(2)),
-    "count": count,
-    "autocast": autocast,
-}
-
-
-# torch itself, for derivatives forward in time and a loop in the place of vmap.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("observer", OBSERVERS)
-@pytest.mark.parametrize("tokens", [0, math.inf], ids=["convolution", "product"])
-def test_who_looks_into_a_linear_layer_sees_what_torch_shows(calls, monkeypatch, tokens, observer):
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", tokens)
-    ours, theirs = linear_pair()
-    x = torch.randn(2, 3, 8)
-
-    with torch.no_grad():
-        actual, expected = OBSERVERS[observer](ours, x), OBSERVERS[observer](theirs, x)
-
-    torch.testing.assert_close(actual, expected, rtol=1e-5 if expected.dtype != torch.bfloat16 else 0.02, atol=1e-5)
-    assert "_linear_pointwise" not in calls
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-def test_traced_linear_layer_has_only_what_other_tools_know(calls):
-    layer = ViTScratchLinear(8, 16)
-    with torch.no_grad():
-        traced = torch.jit.trace(layer, torch.randn(2, 3, 8))
-
-    assert "mkldnn" not in str(traced.inlined_graph)
-
-
-class Quantized(torch.Tensor):
-    """Stands for the weights of libraries that bring their own products."""
-
-    asked: list = []
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.asked.append(function)
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_weights_of_other_libraries_get_the_product_that_they_know(calls):
-    layer = ViTScratchLinear(8, 16)
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized))
-    Quantized.asked.clear()
-
-    with torch.no_grad():
-        layer(torch.randn(2, 3, 8))
-
-    assert F.linear in Quantized.asked
-    assert not calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
-def test_onednn_that_is_switched_off_or_cannot_do_it_is_not_called(calls, monkeypatch, dtype, with_gradients):
-    layer = ViTScratchLinear(8, 16).to(dtype)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", dtype == torch.float64)
-    with torch.set_grad_enabled(with_gradients):
-        layer(torch.randn(2, 3, 8, dtype=dtype))
-
-    assert not calls
-
-
-@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
-def test_onednn_is_not_called_where_it_was_not_measured_to_be_faster(calls, monkeypatch, with_gradients):
-    monkeypatch.setattr(modeling_vit_scratch, "onednn_is_faster", lambda: False)
-    with torch.set_grad_enabled(with_gradients):
-        ViTScratchLinear(8, 16)(torch.randn(2, 3, 8))
-
-    assert not calls
-
-
-def test_linear_layer_of_another_dtype_raises_what_torch_raises(calls):
-    ours, theirs = (layer.bfloat16() for layer in linear_pair())
-    with torch.no_grad():
-        for layer in (theirs, ours):
-            with pytest.raises(RuntimeError, match="must have the same dtype"):
-                layer(torch.randn(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("rows", "with_gradients", "expected"),
-    [
-        (2**10 - 1, False, []),
-        (2**10, False, ["_linear_pointwise"]),
-        (2**12 - 1, False, ["_linear_pointwise"]),
-        (2**12, False, ["conv2d"]),
-        (2**12 - 1, True, []),
-        (2**12, True, ["conv2d"]),
-    ],
-)
-def test_onednn_is_called_from_so_many_multiplications_on(calls, monkeypatch, rows, with_gradients, expected):
-    limits = {torch.float32: (2**17, 2**19)}  # of products of `rows` x 8 and 8 x 16
-    monkeypatch.setattr(modeling_vit_scratch, "MULTIPLICATIONS_FOR_ONEDNN", limits)
-    with torch.set_grad_enabled(with_gradients):
-        ViTScratchLinear(8, 16)(torch.randn(1, rows, 8))
-
-    assert calls == expected
-
-
-@pytest.mark.parametrize(("images", "expected"), [(2, []), (3, ["conv2d"])])
-def test_onednn_convolves_from_so_many_tokens_of_all_images_on(calls, monkeypatch, images, expected):
-    monkeypatch.setattr(modeling_vit_scratch, "TOKENS_FOR_CONVOLUTION", 15)
-    ViTScratchLinear(8, 16)(torch.randn(images, 5, 8))
-
-    assert calls == expected
-
-
-@pytest.mark.parametrize(
-    ("cpu_name", "avx512_bf16", "expected"),
-    [("AMD EPYC", True, True), ("AMD EPYC", False, False), ("Intel Xeon", True, False), (None, True, False)],
-)
-def test_onednn_is_said_to_be_faster_where_that_was_measured(monkeypatch, cpu_name, avx512_bf16, expected):
-    capabilities = {"cpu_name": cpu_name, "avx512_bf16": avx512_bf16}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-
-    assert modeling_vit_scratch.onednn_is_faster.__wrapped__() is expected
 
 
 # Attention
@@ -483,7 +256,7 @@ def test_post_ln_layer_matches_torch(std):
 def test_post_ln_embeddings_are_normalised(pixel_values):
     embeddings = tiny_model().embeddings
 
-    tokens = embeddings.patch_embeddings(pixel_values)
+    tokens, _ = embeddings.patch_embeddings(pixel_values)
     tokens = torch.cat((embeddings.cls_token.expand(3, 1, 32), tokens), dim=1) + embeddings.position_embeddings
     norm = embeddings.layernorm
     expected = F.layer_norm(tokens, (32,), norm.weight, norm.bias, 1e-12)
@@ -544,7 +317,7 @@ def test_hidden_states_run_from_the_embeddings_to_the_last_layer(norm_first, pix
     outputs = model(pixel_values, output_hidden_states=True)
 
     assert len(outputs.hidden_states) == 3
-    assert_equal(outputs.hidden_states[0], model.embeddings(pixel_values, (4, 3)))
+    assert_equal(outputs.hidden_states[0], model.embeddings(pixel_values)[0])
     assert_equal(outputs.last_hidden_state, model.layernorm(outputs.hidden_states[-1]))
     assert torch.equal(outputs.last_hidden_state, outputs.hidden_states[-1]) is not norm_first
 
@@ -683,7 +456,7 @@ def test_resampled_positions_match_transformers():
     reference = ViTModel(ViTConfig(**TINY | {"image_size": 24, "patch_size": 4}), add_pooling_layer=False)
     positions = randomise_(reference, 1.0).double().embeddings.position_embeddings
 
-    actual = resample_positions(positions, (6, 6), (9, 5))
+    actual = interpolate_pos_encoding(positions, (6, 6), (9, 5))
 
     expected = reference.embeddings.interpolate_pos_encoding(torch.zeros(1, 46, 32), 36, 20)
     assert_equal(actual, expected)
@@ -693,7 +466,7 @@ def test_resampling_a_non_square_grid_keeps_what_varies_along_one_axis():
     rows = torch.linspace(-1, 1, 4, dtype=torch.float64)[:, None].expand(4, 3)
     positions = torch.cat((torch.tensor([7.0], dtype=torch.float64), rows.flatten()))[None, :, None]
 
-    resampled = resample_positions(positions, (4, 3), (8, 5))[0, :, 0]
+    resampled = interpolate_pos_encoding(positions, (4, 3), (8, 5))[0, :, 0]
 
     grid = resampled[1:].unflatten(0, (8, 5))
     assert resampled[0] == 7
@@ -751,7 +524,7 @@ def test_positions_are_resampled_where_patches_and_images_grow_otherwise(tmp_pat
 
     loaded = ViTScratchModel.from_pretrained(tmp_path, image_size=18, patch_size=6, ignore_mismatched_sizes=True)
 
-    expected = resample_positions(saved.embeddings.position_embeddings, (4, 3), (3, 3))
+    expected = interpolate_pos_encoding(saved.embeddings.position_embeddings, (4, 3), (3, 3))
     torch.testing.assert_close(loaded.embeddings.position_embeddings.data, expected.data, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"image_size \(height 20\) must be divisible by patch_size \(height 6\)"):
         ViTScratchModel.from_pretrained(tmp_path, image_size=20, patch_size=6, ignore_mismatched_sizes=True)
@@ -801,10 +574,10 @@ def test_rotary_positions_match_dinov3():
     query, key = torch.randn(2, 2, 3, 1 + 4 * 6, 16).unbind(0)  # a class token before 4 x 6 patches
 
     cos, sin = rope2d_cos_sin((4, 6), head_dim=16, num_prefix_tokens=1, like=query)
-    expected = apply_rotary_pos_emb(query, key, *reference.eval()(torch.zeros(1, 3, 16, 24)))
+    expected = dinov3_apply_rotary_pos_emb(query, key, *reference.eval()(torch.zeros(1, 3, 16, 24)))
 
-    torch.testing.assert_close(rotate(query, cos, sin), expected[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(rotate(key, cos, sin), expected[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(apply_rotary_pos_emb(query, cos, sin), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(apply_rotary_pos_emb(key, cos, sin), expected[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [4, 64, 196])
@@ -817,7 +590,7 @@ def test_rotary_tables_have_one_angle_per_pair_of_channels(head_dim):
 def test_rotary_scores_depend_on_relative_positions_only():
     query, key = torch.randn(2, 16, dtype=torch.float64)
     cos, sin = rope2d_cos_sin((5, 5), head_dim=16, num_prefix_tokens=0, like=query)
-    at = lambda vector, y, x: rotate(vector[None], cos[5 * y + x], sin[5 * y + x])[0]  # noqa: E731
+    at = lambda vector, y, x: apply_rotary_pos_emb(vector[None], cos[5 * y + x], sin[5 * y + x])[0]  # noqa: E731
 
     scores = [at(query, y, x) @ at(key, y + 2, x + 1) for y, x in [(0, 0), (2, 3), (1, 2)]]
 
@@ -855,7 +628,7 @@ def test_drop_path_rate_grows_linearly_with_depth(num_hidden_layers, rates):
 def test_layer_dropped_entirely_passes_its_input_on(norm_first, pixel_values):
     model = tiny_model(norm_first=norm_first, num_hidden_layers=1).train()
     model.layers[0].drop_path.drop_prob = 1 - 1e-12
-    x = model.embeddings(pixel_values, (4, 3))
+    x, _ = model.embeddings(pixel_values)
     norms = (model.layers[0].layernorm_before, model.layers[0].layernorm_after)
 
     actual, _ = model.layers[0](x)

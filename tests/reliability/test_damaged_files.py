@@ -14,8 +14,8 @@ from test_trainer import make_trainer
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.model.modeling_vit_scratch import CHECKSUMS, damaged_files
 from hf_vit_scratch.training.arguments import ViTTrainingArguments, resolve_checkpoint
+from hf_vit_scratch.training.checkpointing import CHECKSUMS, damaged_files
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,6 @@ def test_every_damage_to_a_checkpoint_is_found_and_the_one_before_is_taken(run, 
                 assert resolve_checkpoint(to_resume(run)) == str(older), file
             names = "" if file.name == CHECKSUMS else f"({file.name})"
             assert f"{newest} is damaged {names}" in caplog.text
-            if file.name == "model.safetensors":
-                with pytest.raises(OSError, match=r"is damaged: .*cannot be trusted"):
-                    ViTScratchForImageClassification.from_pretrained(newest)
         finally:
             file.write_bytes(whole)
     assert resolve_checkpoint(to_resume(run)) == str(newest)
@@ -115,41 +112,14 @@ def test_checksums_are_those_of_the_usual_program(run):
     assert done.returncode == 0, done.stdout
 
 
-def test_model_without_checksums_loads(run, tmp_path):
-    folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
-    (folder / CHECKSUMS).unlink()
-    assert damaged_files(folder) == []
-    ViTScratchForImageClassification.from_pretrained(folder)
-
-
-def test_weights_that_others_put_beside_a_model_are_no_damage(run, tmp_path):
-    folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
-    for name in ("adapter_model.safetensors", "model_ema.safetensors", "model.fp16.safetensors"):
-        save_file({"lora": torch.ones(1)}, folder / name)
-    ViTScratchForImageClassification.from_pretrained(folder)
-    with pytest.raises(OSError, match=r"model\.fp16\.safetensors cannot be trusted"):
-        ViTScratchForImageClassification.from_pretrained(folder, variant="fp16")
-
-
-def test_weights_that_were_replaced_are_refused_until_the_checksums_are_deleted(run, tmp_path):
+def test_weights_that_were_replaced_on_purpose_load_like_those_of_any_model(run, tmp_path):
     folder = shutil.copytree(run / "checkpoint-2", tmp_path / "model")
     state = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(OSError, match=r"model\.safetensors cannot be trusted.*delete SHA256SUMS"):
-        ViTScratchForImageClassification.from_pretrained(folder)
-    (folder / CHECKSUMS).unlink()
-    ViTScratchForImageClassification.from_pretrained(folder)
 
+    loaded = ViTScratchForImageClassification.from_pretrained(folder).state_dict()
 
-def test_saved_model_has_the_checksums_of_all_its_parts(run, tmp_path):
-    model = ViTScratchForImageClassification.from_pretrained(run / "checkpoint-2")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    parts = sorted(file.name for file in tmp_path.glob("*.safetensors"))
-    assert len(parts) > 1
-    assert [line[66:] for line in (tmp_path / CHECKSUMS).read_text().splitlines()] == parts
-    (tmp_path / parts[-1]).write_bytes(b"")
-    with pytest.raises(OSError, match=f"{parts[-1]} cannot be trusted"):
-        ViTScratchForImageClassification.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 class Harmful:
@@ -166,10 +136,9 @@ def test_weights_that_are_a_pickle_are_refused(run, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(run / "checkpoint-2", folder, ignore=shutil.ignore_patterns("*.safetensors", CHECKSUMS))
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
-    with pytest.raises(OSError, match=r"has its weights in pytorch_model\.bin, a pickle.*Only safetensors"):
-        ViTScratchForImageClassification.from_pretrained(folder)
-    with pytest.raises(OSError, match=r"a pickle, which can run any code"):
-        ViTScratchForImageClassification.from_pretrained(folder, use_safetensors=False)
+    for options in ({}, {"use_safetensors": False}):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            ViTScratchForImageClassification.from_pretrained(folder, **options)
     assert not (tmp_path / "harm").exists()
 
 

@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
 from ..errors import UserError
+from ..speed.linear import use_faster_linear
 
 PROGRAM = "vit-scratch predict"
 
@@ -119,6 +120,7 @@ def load_classifier(model: str, device: str | None = None) -> ImageClassificatio
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # they are random numbers now
         raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
+    use_faster_linear(classifier)
     return pipeline("image-classification", model=classifier, image_processor=image_processor, device=device)
 
 

@@ -46,7 +46,7 @@ from ..data.images import MAX_PIXELS, decode_image
 from ..data.splits import load_digits
 from ..errors import UserError
 from ..evaluation.predict import find_images, load_classifier
-from ..model.modeling_vit_scratch import CHECKSUMS, WEIGHTS, ViTScratchForImageClassification, ViTScratchModel
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 from .attention_maps import attention, class_attention, image_of, over_patches, rollout
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ TOP_K = 5
 NUM_EXAMPLES = 12
 FILES = Path(__file__).with_name("explorer_files")
 PACKAGE = Path(__file__).parents[1]
-MODEL_FILES = ("config.json", "preprocessor_config.json", WEIGHTS, "*.safetensors.index.json", CHECKSUMS)
+MODEL_FILES = ("config.json", "preprocessor_config.json", "model*.safetensors", "*.safetensors.index.json")
 MEAN = "mean of the heads"
 VIEWS = {
     "patch": "what the chosen patch reads",

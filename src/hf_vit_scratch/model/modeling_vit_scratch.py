@@ -11,26 +11,15 @@ H attention heads, K = D // H, L num_labels.
 [4] Xie et al. 2022, SimMIM, https://arxiv.org/abs/2111.09886.
 """
 
-import contextlib
 import copy
-import functools
-import hashlib
-import json
 import math
-import os
-import re
-import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
-from huggingface_hub import ModelCardData
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -45,94 +34,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import (
-    CONFIG_NAME,
-    IMAGE_PROCESSOR_NAME,
-    TransformersKwargs,
-    cached_file,
-    is_peft_available,
-    logging,
-)
+from transformers.utils import TransformersKwargs, is_peft_available, logging
 from transformers.utils.generic import can_return_tuple
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from .configuration_vit_scratch import ViTScratchConfig
 
 logger = logging.get_logger(__name__)
-
-CARD = """---
-{metadata}
----
-
-# {repo_id}
-
-A Vision Transformer of `hf_vit_scratch`. It loads with
-`AutoModel.from_pretrained("{repo_id}", trust_remote_code=True)`, or after
-`import hf_vit_scratch` without that argument.
-"""
-
-
-CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
-TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")  # of what somebody might load
-WEIGHTS = "model*.safetensors"  # not those that others may put beside them, as peft does
-
-
-def write_checksums(folder: Path, files: Iterable[Path]) -> None:
-    """Write the SHA-256 of files, by their names, into `folder`, in the format of the program sha256sum."""
-    lines = []
-    for file in sorted(file for file in files if file.name != CHECKSUMS):
-        with file.open("rb") as content:
-            lines.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file.name}\n")
-    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
-
-
-def damaged_files(folder: Path, pattern: str = "*") -> list[str]:
-    """The files of `folder` that are not as they were saved: changed, missing, or tensors unknown to its checksums.
-
-    None where it has no checksums: it was saved by something else, or long ago.
-
-    Args:
-        folder: Of a saved model, or a checkpoint.
-        pattern: Of the names that count.
-    """
-    if not (folder / CHECKSUMS).is_file():
-        return []
-    try:
-        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        return [CHECKSUMS]
-    if not all(re.fullmatch(r"[0-9a-f]{64}  [^/]+", line) for line in lines):
-        return [CHECKSUMS]
-    wanted = {line[66:]: line[:64] for line in lines if Path(line[66:]).match(pattern)}
-    present = {file.name: file for file in folder.glob(pattern) if file.is_file() and file.name != CHECKSUMS}
-    unknown = {name for name in present.keys() - wanted.keys() if Path(name).suffix in TENSOR_SUFFIXES}
-    damaged = (wanted.keys() - present.keys()) | unknown
-    for name in wanted.keys() & present.keys():
-        with present[name].open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != wanted[name]:
-                damaged.add(name)
-    return sorted(damaged)
-
-
-def _weights(file_name: str) -> str:
-    """Which weights a file belongs to, whole or one of several: `model`, or of a variant such as `model.fp16`."""
-    return re.sub(r"(-\d+-of-\d+)?\.safetensors$", "", file_name)
-
-
-def _refuse_untrusted_weights(folder: Path, variant: str | None = None) -> None:
-    pickles = sorted(file.name for file in folder.glob("*.bin") if file.name != "training_args.bin")
-    if pickles and not any(folder.glob("*.safetensors")):
-        raise OSError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when it is loaded. Only "
-            "safetensors are: ask whoever saved them for those."
-        )
-    read = (CHECKSUMS, f"model.{variant}" if variant else "model")  # others may lie beside them
-    damaged = [name for name in damaged_files(folder, WEIGHTS) if (folder / name).exists() and _weights(name) in read]
-    if damaged:
-        raise OSError(
-            f"{folder} is damaged: {', '.join(damaged)} cannot be trusted, says {CHECKSUMS}. Get the folder anew; if "
-            f"you have changed the weights on purpose, delete {CHECKSUMS}."
-        )
 
 
 def eager_attention_forward(
@@ -155,13 +62,13 @@ def eager_attention_forward(
         scores = scores + attention_mask
     # torch adds the exponentials up in float32 for bfloat16 too, where the small ones would be lost. Autocast may give
     # the result in float32.
-    probs = scores.softmax(dim=-1).to(query.dtype)
-    probs = F.dropout(probs, p=dropout, training=module.training)
-    return (probs @ value).transpose(1, 2), probs
+    attn_weights = scores.softmax(dim=-1).to(query.dtype)
+    attn_weights = F.dropout(attn_weights, p=dropout, training=module.training)
+    return (attn_weights @ value).transpose(1, 2), attn_weights
 
 
-def resample_positions(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Resample the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
+def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Interpolate the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
 
     Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The positions before those of the
     patches (the class token's) stay as they are.
@@ -212,7 +119,7 @@ def rope2d_cos_sin(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # under autocast the queries have fewer bits than the table
     first, second = x.chunk(2, dim=-1)
@@ -220,7 +127,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ViTScratchPatchEmbeddings(nn.Module):
-    """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
+    """Cut images into patches and project each linearly; [1] eq. 1, E.
+
+    Shapes: (B, C, height, width) -> (B, rows * cols, D), and the grid (rows, cols).
 
     A convolution whose stride is its kernel is exactly that: one matrix product per patch.
     """
@@ -233,8 +142,19 @@ class ViTScratchPatchEmbeddings(nn.Module):
             config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
         )
 
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        self.check(pixel_values)
+        # Pixels come from the image processor in float32; the weights may be in half precision.
+        patches = self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        return patches, self.grid_size(pixel_values)
+
     def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
-        """Number of patches along the height and the width of these images, after checking that they can be cut.
+        """Return the number of patches along the height and along the width of these images."""
+        height, width = pixel_values.shape[2:]
+        return height // self.patch_size[0], width // self.patch_size[1]
+
+    def check(self, pixel_values: Tensor) -> None:
+        """Check that images can be cut into patches.
 
         Raises:
             TypeError: The pixels are not floating point.
@@ -263,19 +183,16 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 f"pixel_values must have a height and width divisible by the patch size {patch_height}x{patch_width}, "
                 f"got {height}x{width}. Resize the images, as the image processor does."
             )
-        return height // patch_height, width // patch_width
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        # Pixels come from the image processor in float32; the weights may be in half precision.
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
 
 class ViTScratchEmbeddings(nn.Module):
-    """Patches, the class token before them, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D).
+    """Patches, the class token before them, and positions; [1] eq. 1.
+
+    Shapes: (B, C, height, width) -> (B, N, D), and the grid (rows, cols) of the patches.
 
     Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
     LayerNorm follows ([3], as published in code). An image of another size than `image_size` gets its positions
-    resampled.
+    interpolated.
     """
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
@@ -301,8 +218,8 @@ class ViTScratchEmbeddings(nn.Module):
         patches = sincos2d_positions(config.grid_size, config.hidden_size)
         return F.pad(patches, (0, 0, config.num_prefix_tokens, 0))[None]
 
-    def forward(self, pixel_values: Tensor, grid: tuple[int, int], bool_masked_pos: Tensor | None = None) -> Tensor:
-        embeddings = self.patch_embeddings(pixel_values)
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        embeddings, grid = self.patch_embeddings(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
                 raise ValueError(
@@ -317,8 +234,8 @@ class ViTScratchEmbeddings(nn.Module):
             embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
         if self.cls_token is not None:
             embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
-        embeddings = embeddings + resample_positions(self.position_embeddings, self.config.grid_size, grid)
-        return self.dropout(self.layernorm(embeddings))
+        embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.config.grid_size, grid)
+        return self.dropout(self.layernorm(embeddings)), grid
 
 
 class ViTScratchRMSNorm(nn.RMSNorm):
@@ -326,90 +243,6 @@ class ViTScratchRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-# Multiplications in a linear layer from which on it is faster to call oneDNN: its product, which has no gradients, and
-# its convolution, which has. On a CPU torch multiplies float32 through Intel's MKL, which on AMD's processors is the
-# slower library; bfloat16 goes through oneDNN, but the bias is first copied into every row of the result, where oneDNN
-# could add it on the way. From these numbers on a layer so takes 0.7 to 1.0 of the time in float32 and 0.8 to 1.06 in
-# bfloat16, below up to twice the time: widths 64 to 768, 65 to 8,320 tokens, forward and backward, two cores of an AMD
-# Zen 4, torch 2.15. Without gradients, too, the convolution is the faster of the two there: a whole model takes 0.93
-# to 1.02 of the time that it takes with the product.
-MULTIPLICATIONS_FOR_ONEDNN = {torch.float32: (2**24, 2**26), torch.bfloat16: (0, 2**28)}
-# And for the convolution, tokens of all images together: with fewer, wide layers took up to 1.25 times the time.
-TOKENS_FOR_CONVOLUTION = 1536
-
-
-@functools.cache
-def onednn_is_faster() -> bool:
-    """Whether this is a processor on which that was measured: AMD's, from Zen 4 on.
-
-    On a Zen 3, which has no AVX-512, MKL is the faster library: oneDNN's product takes 0.97 to 1.36 of its time, the
-    convolution 0.95 to 1.67, and 1.02 to 1.68 with gradients (widths 192 to 768, 65 to 4,160 tokens, two cores, torch
-    2.14).
-    """
-    capabilities = torch.cpu.get_capabilities()
-    is_amd = "AMD" in str(capabilities.get("cpu_name"))
-    return torch.backends.mkldnn.is_available() and is_amd and bool(capabilities.get("avx512_bf16"))
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """In which a linear layer multiplies `x`, a tensor on a CPU."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-
-
-def only_result_is_wanted() -> bool:
-    """Whether no gradient, cast or count of what happens is asked for."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def are_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN can have these factors: none is distributed, quantized or sparse."""
-    return type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided
-
-
-class ViTScratchLinear(nn.Linear):
-    """`nn.Linear`, faster on a CPU; the results differ by rounding.  (B, N, in_features) -> (B, N, out_features).
-
-    Compiled, in bfloat16, the bias is an addition of its own: torch's compiler fuses it with what follows. On an AMD
-    Zen 4 a compiled model so takes 0.89 to 0.96 of the time for images in batches, and 0.94 for a training step of
-    32x32; in float32 it would take up to 1.05.
-
-    Not compiled, it calls oneDNN where that is faster, unless `torch.backends.mkldnn.enabled` is False.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        # What costs least is asked first: to ask everything 72 times took 2% of the time of a single small image.
-        if torch.compiler.is_compiling():
-            bias_apart = torch.compiler.is_dynamo_compiling() and x.is_cpu and product_dtype(x) == torch.bfloat16
-            if bias_apart and self.bias is not None:
-                product = F.linear(x, self.weight)
-                return product + self.bias.to(product.dtype)
-        elif x.is_cpu and onednn_is_faster() and not torch.jit.is_tracing():
-            return self.forward_by_onednn(x)
-        return F.linear(x, self.weight, self.bias)
-
-    def forward_by_onednn(self, x: Tensor) -> Tensor:
-        """The same, by oneDNN where it can be called and is the faster library for so much work."""
-        weight, bias = self.weight, self.bias
-        multiplications = x.numel() * self.out_features
-        for_product, for_convolution = MULTIPLICATIONS_FOR_ONEDNN.get(product_dtype(x), (math.inf, math.inf))
-        if multiplications >= for_product and are_plain(x, weight) and torch.backends.mkldnn.enabled:
-            if multiplications >= for_convolution and x.ndim == 3 and len(x) * x.shape[1] >= TOKENS_FOR_CONVOLUTION:
-                # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and
-                # N wide, one pixel at a time.
-                image = x.transpose(1, 2).unsqueeze(2)  # (B, in_features, 1, N)
-                return F.conv2d(image, weight[:, :, None, None], bias).squeeze(2).transpose(1, 2)
-            if x.dtype == weight.dtype and only_result_is_wanted():
-                # The compiler's own call of oneDNN. No gradient is defined for it.
-                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return F.linear(x, weight, bias)
 
 
 class ViTScratchAttention(nn.Module):
@@ -422,10 +255,10 @@ class ViTScratchAttention(nn.Module):
         self.dropout_prob = config.attention_probs_dropout_prob
         self.is_causal = config.is_causal  # read by the sdpa and flash backends, which take a missing one for True
         self.num_key_value_groups = 1  # likewise; to look for a missing one takes Python longer
-        self.q_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.k_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.v_proj = ViTScratchLinear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = ViTScratchLinear(config.hidden_size, config.hidden_size)
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
         # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores cannot grow without bound.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
@@ -434,7 +267,7 @@ class ViTScratchAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -442,15 +275,15 @@ class ViTScratchAttention(nn.Module):
         query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # (B, H, N, K)
         key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        if position_embeddings is not None:
+            query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
 
         attention_interface: Callable = eager_attention_forward
         if not output_attentions:  # only the attention written out has its probabilities to give
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
-        context, probs = attention_interface(
+        context, attn_weights = attention_interface(
             self,
             query,
             key,
@@ -460,7 +293,7 @@ class ViTScratchAttention(nn.Module):
             dropout=self.dropout_prob if self.training else 0.0,
             **kwargs,
         )  # (B, N, H, K)
-        return self.o_proj(context.flatten(2)), probs
+        return self.o_proj(context.flatten(2)), attn_weights
 
 
 class ViTScratchMLP(nn.Module):
@@ -468,9 +301,9 @@ class ViTScratchMLP(nn.Module):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.fc1 = ViTScratchLinear(config.hidden_size, config.intermediate_size)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = ViTScratchLinear(config.intermediate_size, config.hidden_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(hidden_states)))
@@ -523,18 +356,18 @@ class ViTScratchLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         x = hidden_states
         if self.norm_first:
-            branch, probs = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
-            x = x + self.regularise(branch)
+            branch, attn_weights = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
+            x = x + self.drop_branch(branch)
             branch = self.mlp(self.layernorm_after(x))
-            x = x + self.regularise(branch)
+            x = x + self.drop_branch(branch)
         else:
-            branch, probs = self.attention(x, attention_mask, **kwargs)
-            x = self.layernorm_before(x + self.regularise(branch))
+            branch, attn_weights = self.attention(x, attention_mask, **kwargs)
+            x = self.layernorm_before(x + self.drop_branch(branch))
             branch = self.mlp(x)
-            x = self.layernorm_after(x + self.regularise(branch))
-        return x, probs
+            x = self.layernorm_after(x + self.drop_branch(branch))
+        return x, attn_weights
 
-    def regularise(self, branch: Tensor) -> Tensor:
+    def drop_branch(self, branch: Tensor) -> Tensor:
         """Dropout and stochastic depth.  (B, N, D) -> (B, N, D)."""
         # In evaluation both do nothing; even to call them is 2% of the time for a single small image.
         return self.drop_path(self.dropout(branch)) if self.training else branch
@@ -594,7 +427,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> Self:
-        """Load a saved model, as in transformers; with another `image_size` its positions are resampled.
+        """Load a saved model, as in transformers; with another `image_size` its positions are interpolated.
+
+        Weights are read from safetensors only: a pickle could run code.
 
         Args:
             pretrained_model_name_or_path: Folder, or name on the Hub.
@@ -602,116 +437,51 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             config: A configuration instead of the saved one.
             kwargs: Any argument of transformers' own `from_pretrained`, or a field of the configuration to change.
 
-        Raises:
-            OSError: The weights are not those that were saved, or are a pickle, which could run code: only safetensors
-                are loaded.
-
         Example:
             `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
         """
         kwargs["use_safetensors"] = True
-        if pretrained_model_name_or_path is None:  # the weights are an argument
-            return super().from_pretrained(None, *model_args, config=config, **kwargs)
-        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
-        variant = kwargs.get("variant")
-        if folder.is_dir():
-            _refuse_untrusted_weights(folder, variant)
-        hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        hub_kwargs = {name: kwargs[name] for name in hub_names if name in kwargs}
-
-        # transformers compares the shapes of all tensors with the file's, so load with the saved number of patches,
-        # then change it.
         wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
-        if wanted_size is not None:
-            saved = cls._saved_config(pretrained_model_name_or_path, hub_kwargs)
-            wanted = copy.deepcopy(saved if config is None else config)
+        if wanted_size is None or pretrained_model_name_or_path is None:  # None: the weights are an argument
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+
+        # transformers compares the shapes of all tensors with those of the file. So load with the saved number of
+        # patches, then change it.
+        saved = cls._saved_config(pretrained_model_name_or_path, kwargs)
+        wanted = copy.deepcopy(saved if config is None else config)
+        wanted.image_size = wanted_size
+        if config is None:
+            wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
+        wanted.validate()
+        (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
+        size_in_file = [rows * height, cols * width]
+        if wanted.grid_size != saved.grid_size:
             if config is None:
-                wanted.image_size = wanted_size
-                wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
-            wanted.validate()
-            (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
-            if wanted.grid_size == saved.grid_size:
-                wanted_size = None
-            elif config is None:
-                kwargs["image_size"] = [rows * height, cols * width]
+                kwargs["image_size"] = size_in_file
             else:
                 config = wanted
-                config.image_size = [rows * height, cols * width]
+                config.image_size = size_in_file
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        if wanted_size is not None:
+        if wanted.grid_size != saved.grid_size:
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
             model.set_image_size(wanted_size)
-
-        if not folder.is_dir():  # only now the files are on this machine
-            checksums = cached_file(
-                pretrained_model_name_or_path,
-                CHECKSUMS,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                **hub_kwargs,
-            )
-            if checksums is not None:
-                _refuse_untrusted_weights(Path(checksums).parent, variant)
         return loaded
 
     @classmethod
-    def _saved_config(cls, name_or_path: Any, hub_kwargs: dict[str, Any]) -> Any:
-        """The configuration in a folder or repository; where that holds an adapter, the one of the adapter's model."""
-        # As transformers decides it: a folder that holds a model, too, is that model's.
-        has_model = Path(str(name_or_path), hub_kwargs.get("subfolder") or "", CONFIG_NAME).is_file()
-        look = is_peft_available() and not has_model
-        if look and (adapter := find_adapter_config_file(name_or_path, **hub_kwargs)):
-            name_or_path = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
-            hub_kwargs = {name: hub_kwargs[name] for name in hub_kwargs.keys() - {"revision", "subfolder"}}
-        return cls.config_class.from_pretrained(name_or_path, **hub_kwargs)
+    def _saved_config(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the saved configuration; for a folder or repository with an adapter, that of the adapted model."""
+        names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        options = {name: kwargs[name] for name in names if name in kwargs}
+        try:
+            return cls.config_class.from_pretrained(name_or_path, **options)
+        except OSError:
+            if not is_peft_available():
+                raise
+            from peft import PeftConfig
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        """Save the model, as in transformers, with the checksums of its weights, which are verified at loading.
-
-        Args:
-            save_directory: The folder; it is made.
-            is_main_process: Whether this process is the one that writes.
-            args: As in transformers.
-            kwargs: As in transformers.
-        """
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process:
-            write_checksums(Path(save_directory), Path(save_directory).glob(WEIGHTS))
-
-    def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike,
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Make a push complete: `push_to_hub` calls this with the folder that it will upload.
-
-        The image processor is that of the folder or repository from which the model was loaded; one that was made in
-        memory has none. The stock card, which asks for more information in every section, becomes a short one.
-        """
-        folder, source = Path(working_dir), None
-        write_checksums(folder, folder.glob(WEIGHTS))  # `save_pretrained(push_to_hub=True)` is not there yet
-        pushed = {_weights(file.name) for file in folder.glob(WEIGHTS)}
-        with contextlib.suppress(OSError):  # there may be none yet
-            there = cached_file(repo_id, CHECKSUMS, token=kwargs.get("token"), revision=kwargs.get("revision"))
-            lines = Path(cast(str, there)).read_text(encoding="utf-8").splitlines(keepends=True)
-            with (folder / CHECKSUMS).open("a", encoding="utf-8") as file:  # of weights that stay: another variant's
-                file.writelines(line for line in lines if _weights(line[66:].strip()) not in pushed)
-        files_timestamps.pop(CHECKSUMS, None)
-        with contextlib.suppress(OSError):  # the folder may be gone, the repository out of reach
-            source = cached_file(str(self.config.name_or_path), IMAGE_PROCESSOR_NAME, token=kwargs.get("token"))
-        if source and not (folder / IMAGE_PROCESSOR_NAME).exists():
-            shutil.copy(source, folder / IMAGE_PROCESSOR_NAME)
-        card = folder / "README.md"
-        if card.is_file() and "[More Information Needed]" in card.read_text(encoding="utf-8"):
-            data = ModelCardData(library_name="transformers", tags=["vision", "vit"])
-            card.write_text(CARD.format(metadata=data.to_yaml(), repo_id=repo_id), encoding="utf-8")
-        files_timestamps.pop(IMAGE_PROCESSOR_NAME, None)  # upload it although saving the model has not changed it
-        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+            adapted = PeftConfig.from_pretrained(str(name_or_path), **options).base_model_name_or_path
+            options = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
+            return cls.config_class.from_pretrained(adapted, **options)
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
@@ -735,7 +505,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         new_config = copy.deepcopy(self.config)
         new_config.image_size = image_size
         new_config.validate()
-        positions = resample_positions(embeddings.position_embeddings, self.config.grid_size, new_config.grid_size)
+        positions = interpolate_pos_encoding(
+            embeddings.position_embeddings, self.config.grid_size, new_config.grid_size
+        )
         embeddings.position_embeddings.data = positions.clone()
         self.config.image_size = image_size
 
@@ -808,23 +580,26 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
 
-        grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
-        hidden_states = self.embeddings(pixel_values, grid, bool_masked_pos)
-        rotary = None
+        hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
+        position_embeddings = None
         if self.config.position_embedding_type == "rope2d":
             head_dim = self.config.hidden_size // self.config.num_attention_heads
-            rotary = rope2d_cos_sin(grid, head_dim, self.config.num_prefix_tokens, like=hidden_states)
+            position_embeddings = rope2d_cos_sin(grid, head_dim, self.config.num_prefix_tokens, like=hidden_states)
         mask = self._attention_scores_mask(hidden_states, attention_mask, eager=output_attentions)
 
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
-            hidden_states, probs = layer(
-                hidden_states, mask, rotary=rotary, output_attentions=output_attentions, **kwargs
+            hidden_states, attn_weights = layer(
+                hidden_states,
+                mask,
+                position_embeddings=position_embeddings,
+                output_attentions=output_attentions,
+                **kwargs,
             )
             if output_hidden_states:  # a reference would keep its memory
                 all_hidden_states.append(hidden_states)
             if output_attentions:
-                all_attentions.append(probs)
+                all_attentions.append(attn_weights)
 
         # LayerNorm and mean do not commute, so the order is part of the model.
         last_hidden_state = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType
 
 from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANTS, ViTScratchConfig
+from .checkpointing import damaged_files
 
 logger = logging.getLogger(__name__)
 
@@ -499,8 +500,6 @@ def refuse_other_images(checkpoint: str | None, images: str) -> None:
 
 
 def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
-    from ..model.modeling_vit_scratch import damaged_files  # which takes longer to load than `--help` may take
-
     output_dir = Path(args.output_dir)
     wanted = str(args.resume_from_checkpoint or "false")
     if wanted.lower() == "true":

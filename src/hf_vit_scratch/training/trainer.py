@@ -37,15 +37,11 @@ from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
 from ..evaluation.model_card import make_card, make_short_card
-from ..model.modeling_vit_scratch import (
-    WEIGHTS,
-    ViTScratchLayer,
-    ViTScratchPreTrainedModel,
-    damaged_files,
-    write_checksums,
-)
+from ..model.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
 from ..speed.hardware import can_compile, choose_muon_dtype, keep_freed_memory
+from ..speed.linear import use_faster_linear
 from .arguments import STAGING, ViTTrainingArguments
+from .checkpointing import damaged_files, write_checksums
 from .optimizers import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 
 logger = logging.getLogger(__name__)
@@ -135,6 +131,7 @@ class ViTTrainer(Trainer):
         if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
             kwargs["data_collator"] = collate
         super().__init__(*args, **kwargs)
+        use_faster_linear(self.model)
         self.add_callback(_Hooks(self))
         if self.args.task == "image-classification":
             self.add_callback(LossWatch())
@@ -243,7 +240,7 @@ class ViTTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A new model from `model_init`, compiled and averaged as the one that it takes the place of."""
-        model = super().call_model_init(trial)
+        model = use_faster_linear(super().call_model_init(trial))
         if self._layers_are_compiled:
             self._compile_layers(model)
         if self._ema is not None:
@@ -543,7 +540,6 @@ class ViTTrainer(Trainer):
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
-            write_checksums(output_dir, Path(checkpoint_folder).glob(WEIGHTS))  # copied by the stock one
             if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
