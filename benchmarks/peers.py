@@ -45,6 +45,7 @@ from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.conversion.weights import BertComposite
 from hf_vit_scratch.evaluation.model_card import describe_machine
 from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, keep_freed_memory
+from hf_vit_scratch.speed.linear import use_faster_linear
 
 SECONDS_PER_MEASUREMENT = 0.4
 BUSY = 0.1  # share of the cores that others may take before the machine counts as busy
@@ -153,7 +154,7 @@ def our_config(size: Size, attention: str) -> ViTScratchConfig:
 
 def build_ours(size: Size, attention: str) -> nn.Module:
     """The model of this package."""
-    return Logits(ViTScratchForImageClassification(our_config(size, attention)))
+    return Logits(use_faster_linear(ViTScratchForImageClassification(our_config(size, attention))))
 
 
 def build_transformers(size: Size, attention: str) -> nn.Module:

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.speed.hardware import choose_attention, keep_freed_memory
+from hf_vit_scratch.speed.linear import use_faster_linear
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -114,7 +115,7 @@ def images_per_second(name: str, size: Size, batch: int, steps: int, bf16: bool,
     arguments_class, run = LOOPS[name]
     torch.manual_seed(0)
     attention = choose_attention("cpu" if use_cpu else "cuda", size.num_tokens, bf16)
-    model = ViTScratchForImageClassification(our_config(size, attention))
+    model = use_faster_linear(ViTScratchForImageClassification(our_config(size, attention)))
     data = Pixels(size, batch * (steps // 2))  # two epochs
     with tempfile.TemporaryDirectory() as folder:
         args = arguments_class(
