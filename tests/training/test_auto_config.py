@@ -146,11 +146,12 @@ def test_fewer_images_are_seen_more_often_where_there_is_time(monkeypatch):
     assert few > 4 * many
 
 
-def test_run_without_a_limit_ends_within_twenty_minutes(monkeypatch):
-    chosen, lines = length(50_000, 100.0, monkeypatch)
+def test_run_without_a_limit_ends_within_twenty_minutes_and_says_so(monkeypatch, caplog):
+    with caplog.at_level("INFO"):
+        chosen, _ = length(50_000, 100.0, monkeypatch)
 
     assert chosen["max_train_minutes"] == 20
-    assert any("about 20.0 minutes of training" in line for line in lines)
+    assert "Training will take about 20.0 minutes: 2 passes over 50000 images, at about 90 images" in caplog.text
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):

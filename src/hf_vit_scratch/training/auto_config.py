@@ -3,6 +3,7 @@
 Sizes come first (`fit_sizes`). Length and regularization (`fit_length`) need the model that follows from them.
 """
 
+import logging
 import math
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
 from .arguments import Arguments, ViTTrainingArguments
 from .optimizers import MuonWithAdamW, parameter_groups
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 500  # images whose modes and sizes are read
 SECONDS = 1.0  # for each measurement of speed
@@ -163,7 +166,12 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, given: Se
 
     on_cpu = training.device.type == "cpu"
     compiles = expected >= MINUTES_TO_COMPILE and can_compile(training.device.type) and on_cpu
-    chooser.choose(f"about {expected:.1f} minutes of training", torch_compile=compiles)
+    pays = "pays" if compiles else "does not pay"
+    chooser.choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
+    logger.info(
+        "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
+        expected, passes, number, TIME_FOR_STEPS * speed,
+    )  # fmt: skip
     return chooser.choices
 
 
