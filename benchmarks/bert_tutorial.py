@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 from transformers import BertConfig, BertModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from hf_vit_scratch.conversion.weights import BertComposite
+from hf_vit_scratch.conversion.bert import BertComposite
 from hf_vit_scratch.data.splits import load_splits
 
 HIDDEN_SIZE, IMAGE_SIZE, PATCH_SIZE = 256, 32, 4

@@ -42,7 +42,7 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassifica
 from vit_pytorch import ViT as VitPytorchViT
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.conversion.weights import BertComposite
+from hf_vit_scratch.conversion.bert import BertComposite
 from hf_vit_scratch.evaluation.model_card import describe_machine
 from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, keep_freed_memory
 from hf_vit_scratch.speed.linear import use_faster_linear

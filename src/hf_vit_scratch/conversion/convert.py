@@ -26,27 +26,13 @@ from transformers.utils import logging as transformers_logging
 from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, VARIANTS, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
+from .bert import BertComposite, from_bert, to_bert
+from .checks import refusing, shape_differences, simplest, some
+from .names import to_our_names, with_base_prefix
 from .parity import encoder_layers, largest_differences, observe, verify
-from .weights import (
-    TIMM,
-    TORCHVISION,
-    BertComposite,
-    from_bert,
-    from_timm,
-    from_torchvision,
-    from_vit,
-    refusing,
-    shape_differences,
-    simplest,
-    some,
-    timm_class,
-    to_bert,
-    to_our_names,
-    to_timm,
-    to_torchvision,
-    to_vit,
-    with_base_prefix,
-)
+from .timm import TIMM, from_timm, timm_class, to_timm
+from .torchvision import TORCHVISION, from_torchvision, to_torchvision
+from .vit import from_vit, to_vit
 
 __all__ = [
     "BertComposite", "convert", "from_bert", "from_timm", "from_torchvision", "from_vit", "to_bert", "to_timm",

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
-from .weights import (
-    BertComposite,
-    from_bert,
-    from_timm,
-    from_torchvision,
-    from_vit,
-    to_bert,
-    to_timm,
-    to_torchvision,
-    to_vit,
-)
+from .bert import BertComposite, from_bert, to_bert
+from .timm import from_timm, to_timm
+from .torchvision import from_torchvision, to_torchvision
+from .vit import from_vit, to_vit
 
 KINDS = ("outputs", "hidden states", "attention maps", "gradients")
 

@@ -46,6 +46,7 @@ from hf_vit_scratch.conversion.convert import (
 from hf_vit_scratch.conversion.parity import KINDS, PEERS, SCALES, limit, measure, with_gradients_as_parameters
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.model import modeling_vit_scratch
+from hf_vit_scratch.speed.linear import use_faster_linear
 
 IN_TURN = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name.replace(" ", "_").replace("`", ""))
 
@@ -639,3 +640,12 @@ def test_gradients_take_the_place_of_parameters():
     assert copied.weight.tolist() == [[3.0, 4.0]]
     assert copied.bias.tolist() == [1.0]
     assert model.weight.tolist() != [[3.0, 4.0]]
+
+
+def test_model_with_faster_linear_layers_is_converted_like_a_plain_one():
+    model = tiny_ours()
+    expected = to_vit(model).state_dict()
+
+    actual = to_vit(use_faster_linear(model)).state_dict()
+
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
