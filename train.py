@@ -49,18 +49,14 @@ from hf_vit_scratch.speed import hardware as machine
 from hf_vit_scratch.speed.linear import onednn_is_faster
 from hf_vit_scratch.training import auto_config
 from hf_vit_scratch.training import sanity_check as inspection
-from hf_vit_scratch.training.arguments import (
+from hf_vit_scratch.training.arguments import Arguments, ModelArguments, refuse_labels
+from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.run_directory import (
     IMAGES_LINE,
-    Arguments,
-    ModelArguments,
     chosen_before,
     claimed,
-    model_config,
-    parse_recipe,
-    refuse_labels,
     refuse_other_images,
     resolve_checkpoint,
-    stage_arguments,
     without_resuming,
 )
 from hf_vit_scratch.training.trainer import ViTTrainer, advising_on_memory

@@ -16,7 +16,8 @@ from transformers.activations import ACT2FN
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, PROBLEM_TYPES
-from hf_vit_scratch.training.arguments import ARGUMENT_TYPES, model_config, parse_recipe
+from hf_vit_scratch.training.arguments import ARGUMENT_TYPES
+from hf_vit_scratch.training.recipe import model_config, parse_recipe
 
 LONG = os.environ.get("RELIABILITY") == "long"
 CONFIGURATIONS, RECIPES = (10_000, 3_000) if LONG else (1_500, 200)

@@ -9,8 +9,9 @@ from test_train_script import ROOT, SMALL, train
 from test_trainer import make_trainer
 
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training import arguments, trainer
-from hf_vit_scratch.training.arguments import ViTTrainingArguments, claimed
+from hf_vit_scratch.training import run_directory, trainer
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.run_directory import claimed
 
 
 def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times, figure):
@@ -59,7 +60,7 @@ def test_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     make_trainer(tmp_path, max_steps=4, **arguments_of | {"save_steps": 4}).train()  # checkpoint-4 is replaced
 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert set(deleted) == {arguments.STAGING}
+    assert set(deleted) == {run_directory.STAGING}
 
 
 def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, figure):
@@ -90,7 +91,7 @@ def test_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     def refuse(self, timeout):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(arguments.FileLock, "acquire", refuse)
+    monkeypatch.setattr(run_directory.FileLock, "acquire", refuse)
     args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
     with pytest.raises(UserError, match=r"run cannot be written to: .*Permission denied"), claimed(args):
         pass
@@ -117,7 +118,7 @@ def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
     make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
 
     assert most == 2
-    assert not (tmp_path / arguments.STAGING).exists()
+    assert not (tmp_path / run_directory.STAGING).exists()
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_repeated(tmp_path):

@@ -14,8 +14,9 @@ from test_trainer import make_trainer
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training.arguments import ViTTrainingArguments, resolve_checkpoint
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import CHECKSUMS, damaged_files
+from hf_vit_scratch.training.run_directory import resolve_checkpoint
 
 
 @pytest.fixture(scope="module")

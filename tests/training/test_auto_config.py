@@ -13,7 +13,8 @@ from test_train_script import ROOT, train
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import auto_config
-from hf_vit_scratch.training.arguments import ViTTrainingArguments, model_config, parse_recipe
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.recipe import model_config, parse_recipe
 
 YOUR_IMAGES = ROOT / "recipes" / "your_images.yaml"
 

@@ -5,7 +5,7 @@ import pytest
 
 from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.mixup import Mixing
-from hf_vit_scratch.training.arguments import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

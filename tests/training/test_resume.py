@@ -16,7 +16,7 @@ from test_train_script import ROOT, SMALL, train
 from test_trainer import EarlierIsBetter, make_trainer
 
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training.arguments import STAGING
+from hf_vit_scratch.training.run_directory import STAGING
 
 
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):

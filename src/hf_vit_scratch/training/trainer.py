@@ -40,9 +40,10 @@ from ..evaluation.model_card import make_card, make_short_card
 from ..model.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
 from ..speed.hardware import can_compile, choose_muon_dtype, keep_freed_memory
 from ..speed.linear import use_faster_linear
-from .arguments import STAGING, ViTTrainingArguments
+from .arguments import ViTTrainingArguments
 from .checkpointing import damaged_files, write_checksums
 from .optimizers import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
+from .run_directory import STAGING
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,9 @@ import yaml
 
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training.arguments import (
-    AugmentationArguments,
-    ModelArguments,
-    ViTTrainingArguments,
-    model_config,
-    parse_recipe,
-    resolve_checkpoint,
-    stage_arguments,
-    without_resuming,
-)
+from hf_vit_scratch.training.arguments import AugmentationArguments, ModelArguments, ViTTrainingArguments
+from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.run_directory import resolve_checkpoint, without_resuming
 
 
 @pytest.fixture
