@@ -45,10 +45,9 @@ from hf_vit_scratch.evaluation.metrics import (
 )
 from hf_vit_scratch.evaluation.model_card import MISTAKES, describe_machine
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPreTrainedModel
-from hf_vit_scratch.speed import hardware as machine
+from hf_vit_scratch.speed import hardware
 from hf_vit_scratch.speed.linear import onednn_is_faster
-from hf_vit_scratch.training import auto_config
-from hf_vit_scratch.training import sanity_check as inspection
+from hf_vit_scratch.training import auto_config, sanity_check
 from hf_vit_scratch.training.arguments import Arguments, ModelArguments, refuse_labels
 from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
 from hf_vit_scratch.training.run_directory import (
@@ -117,7 +116,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
 
     # 3. Model
     config, start = model_config(model_args, label_names)
-    choices = machine.choose(training_args, config, given)
+    choices = hardware.choose(training_args, config, given)
     if training_args.device.type == "cpu" and onednn_is_faster():
         choices.append(
             "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
@@ -200,9 +199,9 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
     )
 
     if training_args.data_report:
-        return {"bound": inspection.data_report(trainer)}
+        return {"bound": sanity_check.data_report(trainer)}
     if training_args.check:
-        return {"check": inspection.check(trainer, splits, Path(training_args.output_dir))}
+        return {"check": sanity_check.check(trainer, splits, Path(training_args.output_dir))}
 
     # 5. Train; a run is resumed when the user says so, never by a guess
     output_dir, command = Path(training_args.output_dir), shlex.join(["python", "train.py", *without_resuming(argv)])

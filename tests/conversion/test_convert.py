@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
-from hf_vit_scratch.conversion import parity as equivalence
+from hf_vit_scratch.conversion import parity
 from hf_vit_scratch.conversion.convert import main
 from hf_vit_scratch.conversion.parity import PEERS, largest_differences
 
@@ -440,8 +440,8 @@ def test_verify_lists_a_peer_that_is_not_installed_as_such(capsys, monkeypatch):
             raise PackageNotFoundError(package)
         return version(package)
 
-    monkeypatch.setattr(equivalence, "version", without_timm)
-    monkeypatch.setattr(equivalence, "PEERS", [peer for peer in PEERS if peer.package == "timm"])
+    monkeypatch.setattr(parity, "version", without_timm)
+    monkeypatch.setattr(parity, "PEERS", [peer for peer in PEERS if peer.package == "timm"])
 
     main(["--verify"])
 
@@ -451,8 +451,8 @@ def test_verify_lists_a_peer_that_is_not_installed_as_such(capsys, monkeypatch):
 
 
 def test_verify_fails_when_a_limit_is_exceeded(capsys, monkeypatch):
-    monkeypatch.setattr(equivalence, "PEERS", PEERS[:1])
-    monkeypatch.setattr(equivalence, "limit", lambda kind, dtype, std: 0.0)
+    monkeypatch.setattr(parity, "PEERS", PEERS[:1])
+    monkeypatch.setattr(parity, "limit", lambda kind, dtype, std: 0.0)
 
     assert main(["--verify"]) == 1
 

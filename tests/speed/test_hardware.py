@@ -12,7 +12,7 @@ import torch
 from helpers import TINY
 
 from hf_vit_scratch import ViTScratchConfig
-from hf_vit_scratch.speed import hardware as machine
+from hf_vit_scratch.speed import hardware
 
 PAGE_FAULTS = """
 import resource
@@ -73,11 +73,11 @@ def chosen(given=(), mixed_precision="no", muon=False, muon_dtype=None, **fields
         device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon, muon_dtype=muon_dtype
     )
     config = ViTScratchConfig(**TINY | {"hidden_size": 128, "num_attention_heads": 4} | fields)
-    lines = machine.choose(args, config, set(given))
+    lines = hardware.choose(args, config, set(given))
     return args.bf16, args.mixed_precision, config._attn_implementation, " ".join(lines)
 
 
-@pytest.mark.parametrize("name", machine.BF16_INSTRUCTIONS)
+@pytest.mark.parametrize("name", hardware.BF16_INSTRUCTIONS)
 def test_bf16_is_chosen_where_the_cpu_has_instructions_for_it(name, cpu):
     cpu(avx2=True, **{name: True})
 
@@ -121,21 +121,21 @@ def test_precision_of_muon_is_said_where_it_is_not_its_usual_one(instructions, m
 def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):
     (tmp_path / "c++").touch(mode=0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
-    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert not machine.can_compile("cpu")
-    assert machine.can_compile("cuda")
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not hardware.can_compile("cpu")
+    assert hardware.can_compile("cuda")
     (tmp_path / "Python.h").touch()
-    assert machine.can_compile("cpu")
+    assert hardware.can_compile("cpu")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not machine.can_compile("cpu")
+    assert not hardware.can_compile("cpu")
 
 
 def test_attention_is_written_out_for_few_tokens_in_bf16_on_a_cpu(cpu):
     cpu(avx512_bf16=True)
     assert chosen()[2] == "eager"
-    few, many = machine.MAX_TOKENS_WRITTEN_OUT, machine.MAX_TOKENS_WRITTEN_OUT + 1
+    few, many = hardware.MAX_TOKENS_WRITTEN_OUT, hardware.MAX_TOKENS_WRITTEN_OUT + 1
     choices = [("cpu", few, True), ("cpu", many, True), ("cpu", few, False), ("cuda", few, True)]
-    assert [machine.choose_attention(*choice) for choice in choices] == ["eager", "sdpa", "sdpa", "sdpa"]
+    assert [hardware.choose_attention(*choice) for choice in choices] == ["eager", "sdpa", "sdpa", "sdpa"]
 
 
 def test_attention_that_the_user_chose_stays(cpu):
@@ -151,9 +151,9 @@ def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert machine.use_no_more_threads_than_cores()
+        assert hardware.use_no_more_threads_than_cores()
         assert torch.get_num_threads() == 2
-        assert not machine.use_no_more_threads_than_cores()
+        assert not hardware.use_no_more_threads_than_cores()
     finally:
         torch.set_num_threads(before)
 
@@ -161,4 +161,4 @@ def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch)
 def test_number_of_threads_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(joblib, "cpu_count", lambda: 0)
-    assert not machine.use_no_more_threads_than_cores()
+    assert not hardware.use_no_more_threads_than_cores()

@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from test_train_script import ROOT, SMALL, train
 
-from hf_vit_scratch.training import sanity_check as inspection
+from hf_vit_scratch.training import sanity_check
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(inspection, "SECONDS", 0.2)
-    monkeypatch.setattr(inspection, "TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr(sanity_check, "SECONDS", 0.2)
+    monkeypatch.setattr(sanity_check, "TRIAL_SECONDS", 2.0)
 
 
 def check(capsys, *argv):
@@ -69,14 +69,14 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
 
 
 def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch):
-    batch = inspection._batch
+    batch = sanity_check._batch
 
     def same_images(*args, **kwargs):
         pixel_values, labels = batch(*args, **kwargs)
         return torch.zeros_like(pixel_values), labels
 
-    monkeypatch.setattr(inspection, "_batch", same_images)
-    monkeypatch.setattr(inspection, "MAX_STEPS", 5)
+    monkeypatch.setattr(sanity_check, "_batch", same_images)
+    monkeypatch.setattr(sanity_check, "MAX_STEPS", 5)
 
     passed, _, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))
 

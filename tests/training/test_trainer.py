@@ -26,8 +26,8 @@ from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.metrics import compute_metrics, summarise_logits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.speed import hardware as machine
-from hf_vit_scratch.training import optimizers as optimization
+from hf_vit_scratch.speed import hardware
+from hf_vit_scratch.training import optimizers
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import LossWatch, ViTTrainer, advising_on_memory
 
@@ -588,10 +588,10 @@ def test_muon_with_another_optimizer_is_refused(tmp_path):
      (True, "float32", torch.float32)],
 )  # fmt: skip
 def test_muon_multiplies_as_asked_or_as_is_fastest(fast, asked, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "bf16_is_fast", lambda device: fast)
+    monkeypatch.setattr(hardware, "bf16_is_fast", lambda device: fast)
     dtypes = set()
-    orthogonalise = optimization.orthogonalise
-    monkeypatch.setattr(optimization, "orthogonalise", lambda x, *args: dtypes.add(x.dtype) or orthogonalise(x, *args))
+    orthogonalise = optimizers.orthogonalise
+    monkeypatch.setattr(optimizers, "orthogonalise", lambda x, *args: dtypes.add(x.dtype) or orthogonalise(x, *args))
 
     make_trainer(tmp_path, muon=True, muon_dtype=asked, max_steps=1).train()
 
