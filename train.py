@@ -31,7 +31,7 @@ from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.masking import MaskedImageDataset, plot_reconstructions
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.splits import fingerprint, load_splits
 from hf_vit_scratch.data.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.errors import UserError, blame_the_user
@@ -41,7 +41,7 @@ from hf_vit_scratch.evaluation.metrics import (
     compute_metrics,
     detailed_report,
     most_confident_mistakes,
-    summarise_logits,
+    summarize_logits,
 )
 from hf_vit_scratch.evaluation.model_card import MISTAKES, describe_machine
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchPreTrainedModel
@@ -145,7 +145,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
     stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation_args, config))
     # Our own smoothing: the Trainer's would take the labels from the model, in evaluation too.
-    mixing = Mixing(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
+    mixing = Mixup(len(label_names), **vars(mixing_args), label_smoothing=training_args.label_smoothing_factor)
     training_args.label_smoothing_factor = 0.0
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if masked else ViTScratchForImageClassification
@@ -176,7 +176,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
         train_dataset = dataset_class(splits["train"], image_processor, stages, mixing, data_seed)
         if training_args.whiten_patches:
             if training_args.dataloader_num_workers == 0:
-                train_dataset.keep_on(training_args.device)
+                train_dataset.cache_on_device(training_args.device)
             sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
             whiten_patches(model, sample["pixel_values"].to(model.device))
     with blame_the_user():
@@ -187,7 +187,7 @@ def run(args: Arguments, recipe: str, checkpoint: str | None, argv: list[str]) -
             eval_dataset=dataset_class(splits["validation"], image_processor),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=None if masked else compute_metrics,
-            preprocess_logits_for_metrics=None if masked else summarise_logits,
+            preprocess_logits_for_metrics=None if masked else summarize_logits,
             stage=stage,
         )
     logger.info(

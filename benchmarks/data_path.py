@@ -30,7 +30,7 @@ from transformers import ViTImageProcessor
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
 from hf_vit_scratch.data.images import decode_image
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler
 from hf_vit_scratch.speed.hardware import keep_freed_memory
 
@@ -112,7 +112,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     yield "photograph: crop, flip", each(crop_and_flip, decoded)
     yield "photograph: crop, flip, RandAugment, erase", each(augment, decoded)
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
-    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0)
+    mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
     files = rows(photographs, 2048)  # in one measurement no epoch ends, where workers would wait for each other
     whole, mixed, sent = (
         ImageClassificationDataset(files, processor, [augment], mixing=mixing) for mixing in (None, mixing, mixing)
@@ -126,7 +126,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     batch = {name: tensor.to(device) for name, tensor in sent.begin(range(BATCH)).items()}
 
     def finish() -> int:
-        pixels = sent.preparation.finish(batch)["pixel_values"]
+        pixels = sent.batch_transform.finish(batch)["pixel_values"]
         pixels[-1, -1, -1, -1].item()  # waits for the device
         return len(pixels)
 
@@ -142,7 +142,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     for number in workers:
         yield f"32x32: all of it, one at a time, {number} workers", partial(loading, dataset, number)
     kept = ImageClassificationDataset(files, processor, [crop])
-    assert kept.keep_on(device)
+    assert kept.cache_on_device(device)
     yield f"32x32: kept on {device.type}, in batches", partial(loading, kept, 0)
 
     if device.type != "cpu":

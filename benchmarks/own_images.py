@@ -136,7 +136,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
 
     from hf_vit_scratch.data.augmentation import Augmentation
     from hf_vit_scratch.data.dataset import ImageClassificationDataset
-    from hf_vit_scratch.data.mixup import Mixing
+    from hf_vit_scratch.data.mixup import Mixup
     from hf_vit_scratch.data.splits import load_splits
     from hf_vit_scratch.speed.hardware import keep_freed_memory
 
@@ -151,12 +151,12 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     side = 64 if method == "timm_resnet18" else pair(config["image_size"])[0]
     processor = ViTImageProcessor(size={"height": side, "width": side}, do_convert_rgb=True)
     augment = Augmentation((side, side), random_resized_crop_scale=0.35, horizontal_flip_prob=0.5)
-    mixing = Mixing(classes, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.5, label_smoothing=0.1)
+    mixing = Mixup(classes, mixup_alpha=0.8, cutmix_alpha=1.0, mixup_prob=0.5, label_smoothing=0.1)
     train = ImageClassificationDataset(splits["train"], processor, [augment], mixing, seed)
     test = ImageClassificationDataset(splits["test"], processor)
     model = build_timm(method, config, side, classes)
     for dataset in (train, test):
-        dataset.keep_on(torch.device("cpu"))
+        dataset.cache_on_device(torch.device("cpu"))
     passes, losses = train_by_the_clock(model, train, seconds, seed)
     correct = 0
     model.eval()

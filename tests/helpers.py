@@ -2,9 +2,9 @@
 
 import torch
 
-from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.conversion.parity import randomize_
 
-__all__ = ["TINY", "assert_equal", "randomise_"]
+__all__ = ["TINY", "assert_equal", "randomize_"]
 
 # Small, and with no two equal sizes that could be confused.
 TINY = {

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 import trackio
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from huggingface_hub import ModelCard
 from onnxruntime.quantization import quantize_dynamic
 from optuna.samplers import GridSampler
@@ -23,7 +23,7 @@ from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
-from hf_vit_scratch.evaluation.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -43,7 +43,7 @@ SIZES = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_hidden_layers
 @pytest.fixture(params=STYLES)
 def model(request):
     config = ViTScratchConfig(**ONE_LAYER, **STYLES[request.param])
-    return randomise_(ViTScratchForImageClassification(config).eval(), std=0.2)
+    return randomize_(ViTScratchForImageClassification(config).eval(), std=0.2)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def exported(tmp_path_factory):
     exported = {}
     for name, style in STYLES.items():
         config = ViTScratchConfig(**ONE_LAYER, **style)
-        model = randomise_(ViTScratchForImageClassification(config).eval(), std=0.2)
+        model = randomize_(ViTScratchForImageClassification(config).eval(), std=0.2)
         size = (16, 24) if name == "post-LN" else (20, 32)  # the model's own, as in the README, and another
         inputs = {"pixel_values": torch.randn(2, 3, *size)}
         shapes = {"pixel_values": {axis: torch.export.Dim.DYNAMIC for axis in (0, 2, 3)}}
@@ -303,7 +303,7 @@ def test_hyperparameters_are_searched_by_the_trainers_own_call(digits, tmp_path)
         train_dataset=digits[0],
         eval_dataset=digits[1],
         compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=summarise_logits,
+        preprocess_logits_for_metrics=summarize_logits,
     )
 
     best = trainer.hyperparameter_search(

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
-from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.conversion.parity import randomize_
 from hf_vit_scratch.model import reference
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 
@@ -86,7 +86,7 @@ x = torch.randn(1, 50, 96, dtype=torch.float64)
 
 for norm_first in (False, True):
     config = ViTScratchConfig(**sizes, norm_first=norm_first, hidden_dropout_prob=0.0, attn_implementation="eager")
-    ours = randomise_(ViTScratchLayer(config, drop_path_prob=0.0), std=0.2).double().eval()
+    ours = randomize_(ViTScratchLayer(config, drop_path_prob=0.0), std=0.2).double().eval()
     state = ours.state_dict()
 
     theirs = nn.TransformerEncoderLayer(

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from hf_vit_scratch.conversion.convert import from_bert
-from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.conversion.parity import randomize_
 
 config = BertConfig(
     hidden_size=256,
@@ -36,7 +36,7 @@ bert = BertModel(config, add_pooling_layer=False)
 convolution = nn.Conv2d(3, 256, kernel_size=4, stride=4)
 cls_token = torch.randn(256) / 256**0.5
 for module in (bert, convolution):
-    randomise_(module, std=0.05).double().eval()  # every parameter, so that none can hide
+    randomize_(module, std=0.05).double().eval()  # every parameter, so that none can hide
 
 
 def encode(pixels):

@@ -32,7 +32,7 @@ from transformers import initialization as init
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.conversion.convert import from_vit
-from hf_vit_scratch.conversion.parity import randomise_
+from hf_vit_scratch.conversion.parity import randomize_
 from hf_vit_scratch.model import reference
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
@@ -41,7 +41,7 @@ image = np.asarray(photograph).transpose(2, 0, 1) / 127.5 - 1
 with init.no_init_weights():  # they are drawn below
     theirs = ViTModel(ViTConfig(), add_pooling_layer=False)
 torch.manual_seed(0)
-randomise_(theirs, std=0.05).double().eval()
+randomize_(theirs, std=0.05).double().eval()
 ours = from_vit(theirs)
 print(f"{sum(parameter.numel() for parameter in ours.parameters()):,} parameters; norm_first={ours.config.norm_first}")
 

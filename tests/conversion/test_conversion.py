@@ -7,7 +7,7 @@ import sys
 import pytest
 import timm
 import torch
-from helpers import TINY, assert_equal, randomise_
+from helpers import TINY, assert_equal, randomize_
 from safetensors import safe_open
 from timm.models import VisionTransformer as TimmVisionTransformer
 from torch import nn
@@ -62,7 +62,7 @@ def tiny_torchvision(**options):
 
 
 def tiny_ours(cls=ViTScratchForImageClassification, **fields):
-    return randomise_(cls(ViTScratchConfig(**TINY | {"norm_first": True} | fields)), 0.5).eval()
+    return randomize_(cls(ViTScratchConfig(**TINY | {"norm_first": True} | fields)), 0.5).eval()
 
 
 def assert_same_state(one, other, but_for=()):
@@ -140,7 +140,7 @@ def test_planted_fault_is_seen(peer, fault, monkeypatch):
 
 @IN_TURN
 def test_peer_there_and_back_is_bit_identical(peer):
-    theirs = randomise_(peer.build(), 0.5)
+    theirs = randomize_(peer.build(), 0.5)
 
     back = peer.to_theirs(peer.to_ours(theirs))
 
@@ -151,7 +151,7 @@ def test_peer_there_and_back_is_bit_identical(peer):
 
 def test_bert_of_the_same_positions_is_bit_identical_there_and_back():
     bert = BertModel(BertConfig(**BERT_SIZES, vocab_size=1, type_vocab_size=1), add_pooling_layer=False)
-    randomise_(bert, 0.5)
+    randomize_(bert, 0.5)
     nn.init.zeros_(bert.embeddings.word_embeddings.weight)
     nn.init.zeros_(bert.embeddings.token_type_embeddings.weight)
     patch_embeddings, cls_token = nn.Conv2d(3, 32, kernel_size=4, stride=4), torch.randn(1, 1, 32)
@@ -165,7 +165,7 @@ def test_bert_of_the_same_positions_is_bit_identical_there_and_back():
 
 @IN_TURN
 def test_ours_there_and_back_is_bit_identical(peer):
-    ours = randomise_(peer.to_ours(peer.build()), 0.5)
+    ours = randomize_(peer.to_ours(peer.build()), 0.5)
 
     back = peer.to_ours(peer.to_theirs(ours))
 
@@ -182,7 +182,7 @@ BERT_SIZES = {
 
 @torch.no_grad()
 def test_bert_token_type_is_folded_into_the_positions():
-    bert = randomise_(BertModel(BertConfig(**BERT_SIZES)).double(), 0.5).eval()
+    bert = randomize_(BertModel(BertConfig(**BERT_SIZES)).double(), 0.5).eval()
     patch_embeddings = nn.Conv2d(3, 32, kernel_size=4, stride=4).double()
 
     ours = from_bert(bert, patch_embeddings, torch.randn(32))
@@ -212,7 +212,7 @@ def test_bert_token_type_is_folded_into_the_positions():
 )
 @torch.no_grad()
 def test_timm_options_that_we_have(options):
-    theirs = randomise_(tiny_timm(**options).double(), 0.5)
+    theirs = randomize_(tiny_timm(**options).double(), 0.5)
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
 
     ours = from_timm(theirs)
@@ -226,7 +226,7 @@ def test_timm_options_that_we_have(options):
 )
 @torch.no_grad()
 def test_timm_without_a_head_is_an_encoder(options):
-    theirs = randomise_(tiny_timm(num_classes=0, **options).double(), 0.5)
+    theirs = randomize_(tiny_timm(num_classes=0, **options).double(), 0.5)
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
 
     ours = from_timm(theirs)
@@ -250,7 +250,7 @@ def test_published_timm_model_at_its_full_size():
 
 @torch.no_grad()
 def test_torchvision_head_of_two_layers():
-    theirs = randomise_(tiny_torchvision(representation_size=9).double(), 0.5)
+    theirs = randomize_(tiny_torchvision(representation_size=9).double(), 0.5)
     pixel_values = torch.randn(2, 3, 16, 16, dtype=torch.float64)
 
     ours = from_torchvision(theirs)
@@ -263,7 +263,7 @@ def test_torchvision_head_of_two_layers():
 @pytest.mark.parametrize("use_mask_token", [False, True])
 def test_pooler_of_vit_is_left_behind_with_a_warning(use_mask_token, caplog):
     sizes = {name: value for name, value in TINY.items() if name != "num_labels"}
-    theirs = randomise_(ViTModel(ViTConfig(**sizes), use_mask_token=use_mask_token).double(), 0.5).eval()
+    theirs = randomize_(ViTModel(ViTConfig(**sizes), use_mask_token=use_mask_token).double(), 0.5).eval()
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
 
     ours = from_vit(theirs)
@@ -596,7 +596,7 @@ def test_mask_token_has_no_place_in_bert():
 )
 @torch.no_grad()
 def test_torchvision_head_that_was_replaced(heads):
-    theirs = randomise_(tiny_torchvision_with_heads(heads).double(), 0.5)
+    theirs = randomize_(tiny_torchvision_with_heads(heads).double(), 0.5)
     pixel_values = torch.randn(2, 3, 16, 16, dtype=torch.float64)
 
     ours = from_torchvision(theirs)(pixel_values)
@@ -609,7 +609,7 @@ def test_torchvision_head_that_was_replaced(heads):
 def test_vit_head_that_was_replaced(head):
     theirs = ViTForImageClassification(ViTConfig(**TINY)).eval()
     theirs.classifier = head
-    randomise_(theirs.double(), 0.5)
+    randomize_(theirs.double(), 0.5)
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
 
     ours = from_vit(theirs)(pixel_values)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from safetensors.torch import save_file
 from timm.models import VisionTransformer as TimmVisionTransformer
 from timm.models import save_for_hf
@@ -39,16 +39,16 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def tiny_vit(**fields):
-    return randomise_(ViTForImageClassification(ViTConfig(**TINY | {"image_size": 16, "patch_size": 4} | fields)), 0.5)
+    return randomize_(ViTForImageClassification(ViTConfig(**TINY | {"image_size": 16, "patch_size": 4} | fields)), 0.5)
 
 
 def tiny_timm(**options):
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
-    return randomise_(TimmVisionTransformer(**sizes | {"num_classes": 5} | options), 0.5).eval()
+    return randomize_(TimmVisionTransformer(**sizes | {"num_classes": 5} | options), 0.5).eval()
 
 
 def tiny_torchvision(**options):
-    return randomise_(TorchvisionVisionTransformer(16, 4, 2, 4, 32, 48, num_classes=5, **options), 0.5).eval()
+    return randomize_(TorchvisionVisionTransformer(16, 4, 2, 4, 32, 48, num_classes=5, **options), 0.5).eval()
 
 
 def convert(source, destination, *options):

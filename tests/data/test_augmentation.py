@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from hf_vit_scratch.data.augmentation import GREY, Augmentation, training_stages
-from hf_vit_scratch.data.mixup import Mixing
-from hf_vit_scratch.data.transforms import Draws
+from hf_vit_scratch.data.mixup import Mixup
+from hf_vit_scratch.data.transforms import SampleRNG
 from hf_vit_scratch.errors import UserError
 
 
@@ -24,7 +24,7 @@ def augmenting(request):
         augmentation, calls = Augmentation(image_size, **choices), itertools.count()
 
         def one_of_a_batch(image):
-            draws = Draws([(next(calls),), (next(calls),)])
+            draws = SampleRNG([(next(calls),), (next(calls),)])
             return augmentation.batch(torch.stack((pixels(image), 255 - pixels(image))), draws)[0]
 
         return one_of_a_batch if request.param == "batch" else augmentation
@@ -177,17 +177,17 @@ def test_impossible_stages_are_refused(choice, message):
     [
         ({"mixup_alpha": -1.0}, r"mixup_alpha must be 0 or more, got -1.0"),
         ({"cutmix_alpha": float("inf")}, r"cutmix_alpha must be 0 or more, got inf"),
-        ({"mixing_prob": 2.0}, r"mixing_prob must lie in \[0, 1\], got 2.0"),
+        ({"mixup_prob": 2.0}, r"mixup_prob must lie in \[0, 1\], got 2.0"),
         ({"label_smoothing": 1.0}, r"label_smoothing_factor must lie in \[0, 1\), got 1.0"),
     ],
 )
 def test_impossible_mixing_is_refused(choice, message):
     with pytest.raises(UserError, match=message):
-        Mixing(3, **choice)
+        Mixup(3, **choice)
 
 
 def test_smoothed_label_by_hand():
-    mixing = Mixing(4, label_smoothing=0.2)
+    mixing = Mixup(4, label_smoothing=0.2)
 
     assert torch.allclose(mixing.smooth(mixing.one_hot(torch.tensor([2]))), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
     assert torch.allclose(mixing.smooth(torch.tensor([[0.5, 0.5, 0, 0]])), torch.tensor([[0.45, 0.45, 0.05, 0.05]]))

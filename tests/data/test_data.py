@@ -21,7 +21,7 @@ from hf_vit_scratch.data import dataset as data
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
 from hf_vit_scratch.data.images import decode_image, size_and_mode
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler, Sample
 from hf_vit_scratch.data.splits import fingerprint, load_digits, load_splits
 from hf_vit_scratch.errors import UserError
@@ -481,7 +481,7 @@ def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0, kep
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
     dataset = ImageClassificationDataset(rows, image_processor, stages or (None,), mixing, seed)
-    assert not kept or dataset.keep_on(torch.device("cpu"))
+    assert not kept or dataset.cache_on_device(torch.device("cpu"))
     return dataset
 
 
@@ -527,7 +527,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("finish_later", [False, True])
 def test_worker_processes_prepare_what_the_main_process_does(augmented, persistent_workers, mixed, finish_later):
-    mixing = Mixing(2, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_prob=0.7, label_smoothing=0.1) if mixed else None
+    mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0, mixup_prob=0.7, label_smoothing=0.1) if mixed else None
     alone, sampler = augmented(mixing=mixing), EpochSampler(12, seed=3)
     dataset = augmented(mixing=mixing)
     dataset.finish_later = finish_later
@@ -545,7 +545,7 @@ def test_worker_processes_prepare_what_the_main_process_does(augmented, persiste
         batches = list(loader)
         if finish_later:
             assert all(batch["images"].dtype == torch.uint8 and "pixel_values" not in batch for batch in batches)
-            batches = [dataset.preparation.finish(batch) for batch in batches]
+            batches = [dataset.batch_transform.finish(batch) for batch in batches]
         for name in ("pixel_values", "labels"):
             expected = torch.stack([torch.as_tensor(alone[sample][name]) for sample in sampler])
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
@@ -619,7 +619,7 @@ def mixture(mixed, own, other):
 def test_mixup_is_the_mixture_of_two_images_of_the_split_and_of_their_labels(
     image_processor, photographs, plain, kept
 ):
-    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=1.0), kept=kept)
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixup(2, mixup_alpha=1.0), kept=kept)
     whole = make_dataset(image_processor, photographs, plain, kept=kept)
     images = [whole[row]["pixel_values"] for row in range(12)]
     shares = []
@@ -642,7 +642,7 @@ def test_cutmix_takes_a_rectangle_of_another_image_and_its_share_of_the_label(im
     noise = [Image.fromarray(np.random.randint(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(12)]
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": noise, "label": [0, 1] * 6}, features=features)
-    dataset = ImageClassificationDataset(rows, image_processor, [plain], Mixing(2, cutmix_alpha=1.0))
+    dataset = ImageClassificationDataset(rows, image_processor, [plain], Mixup(2, cutmix_alpha=1.0))
     images = torch.stack([ImageClassificationDataset(rows, image_processor)[row]["pixel_values"] for row in range(12)])
 
     for row in range(12):
@@ -659,7 +659,7 @@ def test_cutmix_takes_a_rectangle_of_another_image_and_its_share_of_the_label(im
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs, plain):
-    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.5, label_smoothing=0.2)
+    mixing = Mixup(2, mixup_alpha=0.4, cutmix_alpha=1.0, mixup_prob=0.5, label_smoothing=0.2)
     dataset = make_dataset(image_processor, photographs, plain, None, mixing=mixing)
 
     labels = torch.stack([dataset[Sample(0, stage, row, (row + 1) % 12)]["labels"] for row in range(12)])
@@ -672,7 +672,7 @@ def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs
 
 
 def test_sample_is_the_same_in_any_batch(augmented):
-    mixing = Mixing(2, mixup_alpha=0.4, cutmix_alpha=1.0)
+    mixing = Mixup(2, mixup_alpha=0.4, cutmix_alpha=1.0)
     samples = [Sample(2, 0, *pair) for pair in ((4, 7), (7, 4), (1, 9), (3, 3))]
 
     together = augmented(mixing=mixing).__getitems__(samples)
@@ -699,7 +699,7 @@ def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, m
     dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
 
     with caplog.at_level("INFO"):
-        kept = dataset.keep_on(torch.device("cpu"))
+        kept = dataset.cache_on_device(torch.device("cpu"))
 
     assert kept == ("kept" in message)
     assert re.search(message, caplog.text)
@@ -730,7 +730,7 @@ def test_large_photographs_are_decoded_once_and_kept_small(image_processor, phot
 
     monkeypatch.setattr(data, "decode_image", remember)
 
-    assert dataset.keep_on(torch.device("cpu"))
+    assert dataset.cache_on_device(torch.device("cpu"))
     for epoch in range(3):
         dataset.__getitems__([Sample(epoch, 0, 0, 1), Sample(epoch, 0, 1, 0)])
 
@@ -746,7 +746,7 @@ def test_kept_training_images_are_those_of_the_whole_files(image_processor, phot
     dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
     expected = dataset.__getitems__([0, 1])["pixel_values"]
 
-    assert dataset.keep_on(torch.device("cpu"))
+    assert dataset.cache_on_device(torch.device("cpu"))
 
     kept = dataset.__getitems__([0, 1])["pixel_values"]
     assert (kept - expected).abs().mean() < 0.01  # of a range from -1 to 1
@@ -757,7 +757,7 @@ def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(imag
     rows = photographs_in_files(tmp_path, photographs)
     dataset = ImageClassificationDataset(rows, image_processor)
 
-    assert dataset.keep_on(torch.device("cpu"))
+    assert dataset.cache_on_device(torch.device("cpu"))
 
     expected = image_processor([Image.open(tmp_path / f"{n}.jpg") for n in (0, 1)], return_tensors="pt")
     assert torch.equal(dataset.__getitems__([0, 1])["pixel_values"], expected["pixel_values"])
@@ -766,7 +766,7 @@ def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(imag
 def test_filters_of_warnings_are_restored_after_decoding(image_processor, photographs, tmp_path):
     before = list(warnings.filters)
 
-    assert ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor).keep_on(
+    assert ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor).cache_on_device(
         torch.device("cpu")
     )
 
@@ -774,7 +774,7 @@ def test_filters_of_warnings_are_restored_after_decoding(image_processor, photog
 
 
 def test_no_image_is_decoded_for_its_partners_sake(image_processor, photographs, plain, monkeypatch):
-    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixing(2, mixup_alpha=0.8))
+    dataset = make_dataset(image_processor, photographs, plain, mixing=Mixup(2, mixup_alpha=0.8))
     decoded = []
     decode = data.decode_image
     monkeypatch.setattr(data, "decode_image", lambda row, name: decoded.append(name) or decode(row, name=name))

@@ -16,7 +16,7 @@ from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.data.masking import MaskedImageDataset, random_masks
 from hf_vit_scratch.data.sampler import Sample
 from hf_vit_scratch.data.splits import load_splits
-from hf_vit_scratch.data.transforms import Draws
+from hf_vit_scratch.data.transforms import SampleRNG
 from hf_vit_scratch.errors import UserError
 
 MASKED = [*SMALL, "--task", "masked-image-modeling"]
@@ -36,7 +36,7 @@ def make_dataset(photographs):
 
 
 def test_each_mask_hides_its_share_and_no_two_are_alike():
-    masks = random_masks(Draws([(row,) for row in range(200)]), (6, 8), 0.6)
+    masks = random_masks(SampleRNG([(row,) for row in range(200)]), (6, 8), 0.6)
 
     assert masks.shape == (200, 6, 8)
     assert set(masks.sum((1, 2))) == {29}  # 0.6 * 48, rounded up
@@ -46,7 +46,7 @@ def test_each_mask_hides_its_share_and_no_two_are_alike():
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.55, 55), (0.07, 7), (0.28, 28), (0.551, 56)])
 def test_share_is_rounded_up_but_not_for_an_error_of_rounding(ratio, expected):
-    assert random_masks(Draws([(0,)]), (10, 10), ratio).sum() == expected
+    assert random_masks(SampleRNG([(0,)]), (10, 10), ratio).sum() == expected
 
 
 def test_masks_are_made_of_squares_of_patches(make_dataset):

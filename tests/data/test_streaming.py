@@ -18,7 +18,7 @@ from transformers import ViTImageProcessor
 
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.images import decode_image
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.streaming import ImageClassificationStream, stream_splits
 from hf_vit_scratch.errors import UserError
 
@@ -180,7 +180,7 @@ def test_augmentation_depends_on_seed_pass_and_image_wherever_it_is_read(make_st
 
 
 def test_mixture_is_with_the_next_image_of_the_batch(make_stream):
-    mixed = next(iter(make_stream(mixing=Mixing(3, mixup_alpha=1.0))))
+    mixed = next(iter(make_stream(mixing=Mixup(3, mixup_alpha=1.0))))
     batch = next(iter(make_stream()))
 
     own, other = batch["pixel_values"][:, 0, 0, 0], batch["pixel_values"].roll(-1, 0)[:, 0, 0, 0]
@@ -192,7 +192,7 @@ def test_mixture_is_with_the_next_image_of_the_batch(make_stream):
 
 
 def test_worker_processes_can_leave_the_end_of_the_work_to_others(make_stream):
-    mixing = Mixing(3, mixup_alpha=1.0, mixing_prob=0.7)
+    mixing = Mixup(3, mixup_alpha=1.0, mixup_prob=0.7)
     stream, alone = make_stream(mixing=mixing), make_stream(mixing=mixing)
     stream.finish_later = True
 
@@ -201,7 +201,7 @@ def test_worker_processes_can_leave_the_end_of_the_work_to_others(make_stream):
     assert all(batch["images"].dtype == torch.uint8 and "pixel_values" not in batch for batch in batches)
     expected = itertools.islice(DataLoader(alone, batch_size=None, num_workers=2), 6)
     for batch, whole in zip(batches, expected, strict=True):
-        finished = stream.preparation.finish(batch)
+        finished = stream.batch_transform.finish(batch)
         assert all(torch.equal(finished[name], whole[name]) for name in ("pixel_values", "labels"))
 
 

@@ -8,9 +8,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 from hf_vit_scratch.data.augmentation import GREY
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.transforms import (
-    Draws,
+    SampleRNG,
     _rectangles,
     apply,
     random_affine,
@@ -23,8 +23,8 @@ POLICIES = (v2.TrivialAugmentWide(fill=[GREY] * 3), v2.RandAugment(fill=[GREY] *
 BINS = (0, 3, 7, 11, 17, 23, 27, 30)
 
 
-class Chosen(Draws):
-    """Draws that are given, as shares of the range that is asked for."""
+class Chosen(SampleRNG):
+    """SampleRNG that are given, as shares of the range that is asked for."""
 
     def __init__(self, *shares):
         self.shares = [np.array(share) for share in shares]
@@ -41,11 +41,11 @@ def images(photographs):
     return torch.stack([TF.pil_to_tensor(crop.resize((40, 32))) for crop in crops])
 
 
-# Draws
+# SampleRNG
 
 
 def test_draws_are_those_of_splitmix64():
-    draws = Draws([(0,)])
+    draws = SampleRNG([(0,)])
     draws.state = np.array([1234567], np.uint64)
 
     # https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
@@ -54,7 +54,7 @@ def test_draws_are_those_of_splitmix64():
 
 
 def test_draws_depend_on_their_key_alone():
-    together, alone = Draws([(1, 2, 3), (4, 5, 6), (1, 2, 4)]), Draws([(4, 5, 6)])
+    together, alone = SampleRNG([(1, 2, 3), (4, 5, 6), (1, 2, 4)]), SampleRNG([(4, 5, 6)])
 
     for _ in range(3):
         first, second, third = together.uniform()
@@ -63,7 +63,7 @@ def test_draws_depend_on_their_key_alone():
 
 
 def test_draws_of_neighbouring_keys_are_uniform_and_independent():
-    draws = Draws([(0, 0, row) for row in range(20_000)])
+    draws = SampleRNG([(0, 0, row) for row in range(20_000)])
     first, second = draws.uniform(), draws.uniform(-3, 1)
 
     assert stats.kstest(first, stats.uniform.cdf).pvalue > 0.01
@@ -78,9 +78,9 @@ def test_draws_of_neighbouring_keys_are_uniform_and_independent():
 
 def test_resized_crops_are_those_of_torchvision(images):
     keys = [(row,) for row in range(8)]
-    boxes = np.stack(_rectangles(Draws(keys), (32, 40), (0.2, 1.0), (3 / 4, 4 / 3)), axis=1)
+    boxes = np.stack(_rectangles(SampleRNG(keys), (32, 40), (0.2, 1.0), (3 / 4, 4 / 3)), axis=1)
 
-    crops = random_resized_crop(images, Draws(keys), (24, 30), 0.2)
+    crops = random_resized_crop(images, SampleRNG(keys), (24, 30), 0.2)
 
     for image, crop, box in zip(images, crops, boxes.tolist(), strict=True):
         expected = TF.resized_crop(image, *box, size=[24, 30], antialias=True)
@@ -90,7 +90,7 @@ def test_resized_crops_are_those_of_torchvision(images):
 def test_image_that_no_crop_fits_is_cut_in_the_middle(images):
     wide = images[:, :, 10:14]  # (8, 3, 4, 40): no crop of nearly all of it can have a ratio of at most 4/3
 
-    crops = random_resized_crop(wide, Draws([(row,) for row in range(8)]), (4, 5), 0.9999)
+    crops = random_resized_crop(wide, SampleRNG([(row,) for row in range(8)]), (4, 5), 0.9999)
 
     torch.manual_seed(0)
     expected = v2.RandomResizedCrop((4, 5), scale=(0.9999, 1.0), antialias=True)(wide)
@@ -112,7 +112,9 @@ def test_affine_maps_are_those_of_torchvision(images):
 
 
 def test_rectangles_have_the_areas_and_places_that_are_asked_for():
-    top, left, height, width = _rectangles(Draws([(row,) for row in range(5000)]), (100, 80), (0.1, 0.3), (0.5, 2.0))
+    top, left, height, width = _rectangles(
+        SampleRNG([(row,) for row in range(5000)]), (100, 80), (0.1, 0.3), (0.5, 2.0)
+    )
 
     area = height * width / 8000
     assert 0.09 < area.min() < 0.11
@@ -127,7 +129,7 @@ def test_rectangles_have_the_areas_and_places_that_are_asked_for():
 def test_share_of_erased_images(images):
     many = images.repeat(100, 1, 1, 1)
 
-    erased = random_erasing(many, Draws([(row,) for row in range(800)]), 0.3, GREY)
+    erased = random_erasing(many, SampleRNG([(row,) for row in range(800)]), 0.3, GREY)
 
     assert (erased != many).flatten(1).any(1).float().mean() == pytest.approx(0.3, abs=0.05)
 
@@ -157,7 +159,7 @@ def test_operations_are_those_of_torchvision(policy, name, images):
 def test_policy_draws_for_each_image(policy, images):
     same = images[:1].repeat(200, 1, 1, 1)
 
-    changed = random_policy(same, Draws([(row,) for row in range(200)]), policy, GREY)
+    changed = random_policy(same, SampleRNG([(row,) for row in range(200)]), policy, GREY)
 
     assert len({image.numpy().tobytes() for image in changed}) > 80
     assert torch.equal(same, images[:1].expand(200, -1, -1, -1))  # what is kept for the next epoch
@@ -170,17 +172,17 @@ def test_policy_draws_for_each_image(policy, images):
 def test_shares_of_mixup_have_a_beta_distribution(alpha):
     own, other = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2)
 
-    mixture, shares = Mixing(2, mixup_alpha=alpha).draw((2, 2), Draws([(row,) for row in range(4000)]))
+    mixture, shares = Mixup(2, mixup_alpha=alpha).draw((2, 2), SampleRNG([(row,) for row in range(4000)]))
 
-    assert torch.equal(Mixing.mix(own, other, mixture)[:, 0, 0, 0], shares)
+    assert torch.equal(Mixup.mix(own, other, mixture)[:, 0, 0, 0], shares)
     assert stats.kstest(shares.double(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
 def test_cutmix_is_chosen_for_half_where_both_are():
     own, other = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8)
 
-    mixture, _ = Mixing(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), Draws([(row,) for row in range(1000)]))
+    mixture, _ = Mixup(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), SampleRNG([(row,) for row in range(1000)]))
 
-    mixed = Mixing.mix(own, other, mixture)
+    mixed = Mixup.mix(own, other, mixture)
     cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
     assert cut.float().mean() == pytest.approx(0.5, abs=0.05)

@@ -11,7 +11,7 @@ from hf_vit_scratch.evaluation.metrics import (
     compute_metrics,
     detailed_report,
     most_confident_mistakes,
-    summarise_logits,
+    summarize_logits,
 )
 
 
@@ -24,7 +24,7 @@ def test_accuracy_of_rankings_by_hand():
 
 
 def summaries(logits, labels):
-    return tuple(summary.numpy() for summary in summarise_logits(logits, labels))
+    return tuple(summary.numpy() for summary in summarize_logits(logits, labels))
 
 
 def test_metrics_from_logits_match_scikit_learn():
@@ -40,7 +40,7 @@ def test_metrics_from_logits_match_scikit_learn():
 def test_fewer_than_five_classes():
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
 
-    assert summarise_logits(logits, torch.zeros(2, dtype=torch.int64))[0].tolist() == [[1, 0], [0, 1]]
+    assert summarize_logits(logits, torch.zeros(2, dtype=torch.int64))[0].tolist() == [[1, 0], [0, 1]]
 
 
 def test_report_per_class_and_confusion_by_hand():
@@ -95,7 +95,7 @@ def test_calibrated_predictions_have_no_calibration_error():
 def test_loss_of_confident_half_precision_logits_is_finite():
     logits = torch.tensor([[200.0, -200.0]], dtype=torch.bfloat16)
 
-    assert summarise_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
+    assert summarize_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
     assert F.cross_entropy(logits.float(), torch.tensor([1])) == 400
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from PIL import Image
 from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
@@ -32,7 +32,7 @@ def saved(tmp_path):
 
     def save(**fields):
         config = ViTScratchConfig(**TINY | {"id2label": dict(enumerate(LABELS))} | fields)
-        randomise_(ViTScratchForImageClassification(config), 0.2).save_pretrained(tmp_path / "model")
+        randomize_(ViTScratchForImageClassification(config), 0.2).save_pretrained(tmp_path / "model")
         save_image_processor(tmp_path / "model")
         return tmp_path / "model"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, assert_equal, randomise_
+from helpers import TINY, assert_equal, randomize_
 from PIL import Image
 from sklearn.decomposition import PCA
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from hf_vit_scratch.interpretation.attention_maps import (
 
 def classifier(**fields):
     model = ViTScratchForImageClassification(ViTScratchConfig(**TINY | fields)).double()
-    randomise_(model, 0.5)
+    randomize_(model, 0.5)
     return model
 
 
@@ -198,7 +198,7 @@ def test_a_grid_that_is_too_large_is_refused():
 def test_position_similarity_is_the_cosine_of_the_two_patches(kind):
     model = ViTScratchModel(ViTScratchConfig(**TINY, position_embedding_type=kind)).double()
     if kind == "learned":
-        randomise_(model, 0.5)
+        randomize_(model, 0.5)
     similarity = position_similarity(model)
     table = model.embeddings.position_embeddings[0].detach()
     expected = F.cosine_similarity(table[1 + 3 * 1 + 2], table[1 + 3 * 3 + 0], dim=0)
@@ -252,7 +252,7 @@ def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
 )
 def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
     config = ViTScratchConfig(**TINY | fields)
-    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    model = randomize_(ViTScratchForImageClassification(config), 0.5).eval()
     processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
     pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
     image = photographs[0]
@@ -265,7 +265,7 @@ def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
 
 def test_each_title_belongs_to_its_map_where_scores_are_equal(photographs, monkeypatch):
     config = ViTScratchConfig(**TINY | {"problem_type": "multi_label_classification"})
-    model = randomise_(ViTScratchForImageClassification(config), 0.5).eval()
+    model = randomize_(ViTScratchForImageClassification(config), 0.5).eval()
     model.classifier.bias.data = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])  # all 100%
     processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
     pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")

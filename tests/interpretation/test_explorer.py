@@ -22,7 +22,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, pipeline
 
@@ -54,7 +54,7 @@ CHROMIUM, CHROMEDRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 
 def save_model(folder, **fields):
     config = ViTScratchConfig(**TINY | {"id2label": dict(enumerate(LABELS))} | fields)
-    randomise_(ViTScratchForImageClassification(config), 0.2).save_pretrained(folder)
+    randomize_(ViTScratchForImageClassification(config), 0.2).save_pretrained(folder)
     ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True).save_pretrained(folder)
     return folder
 

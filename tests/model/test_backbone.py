@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TINY, assert_equal, randomise_
+from helpers import TINY, assert_equal, randomize_
 from transformers import AutoBackbone
 
 from hf_vit_scratch import ViTScratchBackbone, ViTScratchConfig, ViTScratchForImageClassification
@@ -17,7 +17,7 @@ SIZES = TINY | {"num_hidden_layers": 3}  # images of 16x24 pixels in patches of 
 def backbone(request):
     config = ViTScratchConfig(**SIZES, **request.param, out_features=["stem", "stage2", "stage3"])
     model = ViTScratchBackbone(config).double().eval()
-    randomise_(model, std=0.5)
+    randomize_(model, std=0.5)
     return model
 
 
@@ -38,7 +38,7 @@ def test_maps_are_the_patches_of_each_stage_after_the_final_norm(backbone):
 def test_last_map_is_what_the_encoder_of_a_saved_classifier_gives(tmp_path):
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
     classifier = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, norm_first=True)).double().eval()
-    randomise_(classifier, std=0.5)
+    randomize_(classifier, std=0.5)
     classifier.save_pretrained(tmp_path)
 
     loaded = ViTScratchBackbone.from_pretrained(tmp_path, out_indices=[1, -1])

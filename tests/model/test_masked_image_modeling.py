@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TINY, assert_equal, randomise_
+from helpers import TINY, assert_equal, randomize_
 from transformers import AutoModelForImageClassification, AutoModelForMaskedImageModeling
 
 from hf_vit_scratch import (
@@ -14,7 +14,7 @@ from hf_vit_scratch import (
 
 
 def tiny_model(std=0.5, **fields):
-    return randomise_(ViTScratchForMaskedImageModeling(ViTScratchConfig(**TINY | fields)), std).double().eval()
+    return randomize_(ViTScratchForMaskedImageModeling(ViTScratchConfig(**TINY | fields)), std).double().eval()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import TINY, assert_equal, randomise_
+from helpers import TINY, assert_equal, randomize_
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
@@ -39,7 +39,7 @@ POOLINGS = pytest.mark.parametrize("pooling", ["cls", "mean"])
 def tiny_model(cls=ViTScratchModel, std=0.5, attn_implementation="eager", **fields):
     config = ViTScratchConfig(**TINY | fields)
     config._attn_implementation = attn_implementation
-    return randomise_(cls(config), std).double().eval()
+    return randomize_(cls(config), std).double().eval()
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_pre_ln_model_matches_transformers_vit(std, attn_implementation):
     sizes = TINY | {"image_size": 16, "patch_size": 4}
     # Its eager attention rounds the softmax to float32, so the reference takes sdpa.
     reference = ViTForImageClassification(ViTConfig(**sizes, attn_implementation="sdpa"))
-    reference = randomise_(reference, std).double().eval()
+    reference = randomize_(reference, std).double().eval()
     model = tiny_model(
         ViTScratchForImageClassification, attn_implementation=attn_implementation, norm_first=True, **sizes
     )
@@ -233,7 +233,7 @@ def test_pre_ln_model_matches_transformers_vit(std, attn_implementation):
 def test_post_ln_layer_matches_torch(std):
     config = ViTScratchConfig(**TINY)
     config._attn_implementation = "eager"
-    ours = randomise_(ViTScratchLayer(config, 0.0), std).double().eval()
+    ours = randomize_(ViTScratchLayer(config, 0.0), std).double().eval()
     theirs = nn.TransformerEncoderLayer(
         32, 4, 48, dropout=0.0, activation="gelu", layer_norm_eps=1e-12, batch_first=True, norm_first=False
     ).double().eval()  # fmt: skip
@@ -454,7 +454,7 @@ def test_autocast_keeps_near_to_full_precision_and_warns_of_nothing(norm_first):
 @torch.no_grad()
 def test_resampled_positions_match_transformers():
     reference = ViTModel(ViTConfig(**TINY | {"image_size": 24, "patch_size": 4}), add_pooling_layer=False)
-    positions = randomise_(reference, 1.0).double().embeddings.position_embeddings
+    positions = randomize_(reference, 1.0).double().embeddings.position_embeddings
 
     actual = interpolate_pos_encoding(positions, (6, 6), (9, 5))
 
@@ -507,7 +507,7 @@ def test_loading_with_a_changed_configuration_resamples_too(tmp_path):
 
 
 def test_positions_stay_where_patches_and_images_grow_alike(tmp_path):
-    saved = randomise_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)  # 16x24 pixels in patches of 4x8
+    saved = randomize_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)  # 16x24 pixels in patches of 4x8
     saved.save_pretrained(tmp_path)
 
     loaded = ViTScratchModel.from_pretrained(
@@ -519,7 +519,7 @@ def test_positions_stay_where_patches_and_images_grow_alike(tmp_path):
 
 
 def test_positions_are_resampled_where_patches_and_images_grow_otherwise(tmp_path):
-    saved = randomise_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)
+    saved = randomize_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)
     saved.save_pretrained(tmp_path)
 
     loaded = ViTScratchModel.from_pretrained(tmp_path, image_size=18, patch_size=6, ignore_mismatched_sizes=True)

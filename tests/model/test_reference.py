@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,7 +82,7 @@ def test_single_head_of_the_size_of_vit_b16():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_multi_head_attention_matches_torch(causal):
-    theirs = randomise_(nn.MultiheadAttention(12, 3, bias=False, batch_first=True), 0.5).double().eval()
+    theirs = randomize_(nn.MultiheadAttention(12, 3, bias=False, batch_first=True), 0.5).double().eval()
     w_q, w_k, w_v = (weight.numpy() for weight in theirs.in_proj_weight.detach().chunk(3))
     heads = list(zip(*(np.split(weight, 3) for weight in (w_q, w_k, w_v)), strict=True))
     x = random(7, 12)
@@ -101,7 +101,7 @@ def test_multi_head_attention_matches_torch(causal):
 
 
 def test_feed_forward_matches_torch():
-    network = randomise_(nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12)), 0.5).double()
+    network = randomize_(nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12)), 0.5).double()
     x = random(7, 12)
 
     actual = reference.feed_forward(x, *(parameter.detach().numpy() for parameter in network.parameters()))
@@ -143,7 +143,7 @@ def test_encoder_layer_matches_torch(norm_first, std):
     theirs = nn.TransformerEncoderLayer(
         12, 3, 20, dropout=0.0, activation="gelu", layer_norm_eps=1e-6, batch_first=True, norm_first=norm_first
     )
-    theirs = randomise_(theirs, std).double().eval()
+    theirs = randomize_(theirs, std).double().eval()
     names = {"self_attn.out_proj": "attention.o_proj", "linear1": "mlp.fc1", "linear2": "mlp.fc2",
              "norm1": "layernorm_before", "norm2": "layernorm_after"}  # fmt: skip
     state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
@@ -172,7 +172,7 @@ def test_patches_of_a_photograph_match_unfold(photographs):
 
 
 def test_patch_embedding_matches_a_convolution():
-    convolution = randomise_(nn.Conv2d(3, 10, (4, 8), stride=(4, 8)), 0.5).double()
+    convolution = randomize_(nn.Conv2d(3, 10, (4, 8), stride=(4, 8)), 0.5).double()
     image = random(3, 16, 24)
 
     actual = reference.patch_embedding(image, convolution.weight.detach().numpy(), convolution.bias.detach().numpy())
@@ -200,7 +200,7 @@ def largest_difference(model: ViTScratchModel, image: np.ndarray) -> float:
 
 def make_model(norm_first=True, std=0.5, **fields):
     config = ViTScratchConfig(**TINY, norm_first=norm_first, attn_implementation="eager", **fields)
-    return randomise_(ViTScratchModel(config), std).double().eval()
+    return randomize_(ViTScratchModel(config), std).double().eval()
 
 
 @STYLES

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from helpers import assert_equal, randomise_
+from helpers import assert_equal, randomize_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ def model_of(fields, **more):
     torch.manual_seed(0)
     config = ViTScratchConfig(**{"hidden_size": 32, "num_labels": 3} | fields | more)
     model = ViTScratchForImageClassification(config).double().eval()
-    randomise_(model, std=0.3)
+    randomize_(model, std=0.3)
     return model, torch.randn(3, 3, *config.image_height_width, dtype=torch.float64)
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -27,7 +27,7 @@ def fast_linear(*sizes, **fields):
 )
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 def test_compiled_linear_layer_adds_its_bias_apart_in_bf16_and_equals_the_product(dtype, autocast, apart, bias):
-    layer = randomise_(fast_linear(8, 16, bias=bias), 0.5).to(dtype)
+    layer = randomize_(fast_linear(8, 16, bias=bias), 0.5).to(dtype)
     x, graphs = torch.randn(2, 3, 8, dtype=dtype), []
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph.code) or graph, fullgraph=True)
@@ -45,7 +45,7 @@ def test_compiled_linear_layer_adds_its_bias_apart_in_bf16_and_equals_the_produc
 def linear_pair(**fields):
     """Ours and torch's with the same numbers."""
     ours, theirs = fast_linear(8, 16, **fields), nn.Linear(8, 16, **fields)
-    randomise_(ours, 0.5)
+    randomize_(ours, 0.5)
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -76,7 +76,7 @@ def test_linear_layer_through_onednn_equals_the_product(calls, monkeypatch, call
     if dtype == torch.bfloat16 and called != "conv2d" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("without AVX-512 oneDNN has no product in bfloat16, and is never chosen for it")
     monkeypatch.setattr(linear, "TOKENS_FOR_CONVOLUTION", 6 if called == "conv2d" else 7)
-    layer = randomise_(fast_linear(8, 16, bias=bias), 0.5).to(dtype)
+    layer = randomize_(fast_linear(8, 16, bias=bias), 0.5).to(dtype)
     x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
     factors = [x, *layer.parameters()]
     copies = [factor.detach().double().requires_grad_() for factor in factors]
@@ -243,7 +243,7 @@ def test_onednn_is_said_to_be_faster_where_that_was_measured(monkeypatch, cpu_na
 
 
 def test_model_with_faster_layers_gives_the_same_logits_and_keeps_its_parameters(calls):
-    model = randomise_(ViTScratchForImageClassification(ViTScratchConfig(**TINY)).eval(), 0.2)
+    model = randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY)).eval(), 0.2)
     names, pixel_values = list(model.state_dict()), torch.randn(2, 3, 16, 24)
     with torch.no_grad():
         expected = model(pixel_values).logits

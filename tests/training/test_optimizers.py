@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel, get_scheduler
@@ -22,7 +22,7 @@ from hf_vit_scratch.training.optimizers import (
 
 
 def tiny_model(**fields):
-    return randomise_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"norm_first": True} | fields)), 0.1)
+    return randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"norm_first": True} | fields)), 0.1)
 
 
 def by_name(model, groups):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from hf_vit_scratch.data.augmentation import training_stages
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -16,7 +16,7 @@ def test_recipe_describes_a_model_and_a_training(recipe):
 
     config, _ = model_config(model, [str(label) for label in range(10)])
     training_stages(config.image_height_width, **stage_arguments(augmentation, config))
-    Mixing(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
+    Mixup(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
     assert training.output_dir == f"runs/{recipe.stem}"
 
 

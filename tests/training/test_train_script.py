@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import TINY, randomise_
+from helpers import TINY, randomize_
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
 from transformers.trainer_utils import PredictionOutput
@@ -230,7 +230,7 @@ def test_saved_model_can_be_started_from(run, tmp_path):
 @pytest.mark.parametrize(("names", "is_new"), [(["a", "b", "c"], False), (["a", "c", "b"], True)])
 def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_new, tmp_path):
     config = ViTScratchConfig(**TINY | {"num_labels": 3, "id2label": dict(enumerate("abc"))})
-    saved = randomise_(train.ViTScratchForImageClassification(config), 0.2)
+    saved = randomize_(train.ViTScratchForImageClassification(config), 0.2)
     saved.save_pretrained(tmp_path)
     wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate(names)))
 

@@ -21,10 +21,10 @@ from transformers import TrainerCallback, TrainingArguments, ViTImageProcessor
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
-from hf_vit_scratch.data.mixup import Mixing
+from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.evaluation.metrics import compute_metrics, summarise_logits
+from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed import hardware
 from hf_vit_scratch.training import optimizers
@@ -55,7 +55,7 @@ class RandomImages(torch.utils.data.Dataset):
 def mixed_digits():
     """Real images, augmented and mixed as in training; the sampler and the dataset are those of `train.py`."""
     stages, stage = training_stages((16, 24), translation=0.1, augmentation_off_fraction=0.3)
-    mixing = Mixing(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixing_prob=0.8, label_smoothing=0.1)
+    mixing = Mixup(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixup_prob=0.8, label_smoothing=0.1)
     rows = load_digits()["train"].filter(lambda row: row["label"] < 5).select(range(24))
     processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
     return ImageClassificationDataset(rows, processor, stages, mixing), stage
@@ -78,7 +78,7 @@ def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **argu
         ),
         eval_dataset=RandomImages(15, multi_label, seed=1),
         compute_metrics=None if multi_label else compute_metrics,
-        preprocess_logits_for_metrics=None if multi_label else summarise_logits,
+        preprocess_logits_for_metrics=None if multi_label else summarize_logits,
     )
 
 
@@ -590,8 +590,8 @@ def test_muon_with_another_optimizer_is_refused(tmp_path):
 def test_muon_multiplies_as_asked_or_as_is_fastest(fast, asked, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "bf16_is_fast", lambda device: fast)
     dtypes = set()
-    orthogonalise = optimizers.orthogonalise
-    monkeypatch.setattr(optimizers, "orthogonalise", lambda x, *args: dtypes.add(x.dtype) or orthogonalise(x, *args))
+    orthogonalize = optimizers.orthogonalize
+    monkeypatch.setattr(optimizers, "orthogonalize", lambda x, *args: dtypes.add(x.dtype) or orthogonalize(x, *args))
 
     make_trainer(tmp_path, muon=True, muon_dtype=asked, max_steps=1).train()
 

@@ -1,7 +1,7 @@
 """How far two models are apart: outputs, every layer, attention maps and gradients, on the same random images.
 
 A comparison at default initialisation is nearly blind: with biases of zero and norm scales of one, a model with
-swapped norms equals its reference. So `randomise_` draws every parameter.
+swapped norms equals its reference. So `randomize_` draws every parameter.
 """
 
 import copy
@@ -26,7 +26,7 @@ KINDS = ("outputs", "hidden states", "attention maps", "gradients")
 
 
 @torch.no_grad()
-def randomise_(module: nn.Module, std: float, generator: torch.Generator | None = None) -> nn.Module:
+def randomize_(module: nn.Module, std: float, generator: torch.Generator | None = None) -> nn.Module:
     """Draw every parameter of `module` from a normal distribution around 0, norm scales around 1, in place."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -243,10 +243,10 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     theirs = peer.build().to(dtype).eval()
     if direction == "from":
-        ours = peer.to_ours(randomise_(theirs, std, generator))
+        ours = peer.to_ours(randomize_(theirs, std, generator))
     else:
         ours = peer.to_ours(theirs)
-        theirs = peer.to_theirs(randomise_(ours, std, generator))
+        theirs = peer.to_theirs(randomize_(ours, std, generator))
     if peer.gives_attentions:
         ours.set_attn_implementation("eager")
     if spoil is not None:

@@ -10,7 +10,14 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 from ..errors import UserError
-from .transforms import Draws, random_affine, random_crop_and_flip, random_erasing, random_policy, random_resized_crop
+from .transforms import (
+    SampleRNG,
+    random_affine,
+    random_crop_and_flip,
+    random_erasing,
+    random_policy,
+    random_resized_crop,
+)
 
 POLICIES = ("randaugment", "trivialaugment")
 GREY = 127  # what the default image processor makes 0
@@ -92,7 +99,7 @@ class Augmentation:
         """An RGB image as a uint8 tensor (3, height, width), random by torch's global generator."""
         return self._one(image)
 
-    def batch(self, images: Tensor, draws: Draws) -> Tensor:
+    def batch(self, images: Tensor, draws: SampleRNG) -> Tensor:
         """Images of one size, uint8 (B, 3, old height, old width) -> (B, 3, height, width), on their device."""
         if self.random_resized_crop_scale is not None:
             images = random_resized_crop(images, draws, self.image_size, self.random_resized_crop_scale)

@@ -25,9 +25,9 @@ from transformers import ViTImageProcessor, default_data_collator
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
 from .images import decode_image, size_and_mode
-from .mixup import Mixing
+from .mixup import Mixup
 from .sampler import Sample
-from .transforms import Draws
+from .transforms import SampleRNG
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ DECODED_BYTES_KEPT = 2 * 2**30
 KEPT_FOR_CROPS = 1.5
 
 
-class Preparation:
+class BatchTransform:
     """From decoded images to a batch for the model: augmented, mixed, normalised.
 
     In two steps: the second, for a whole batch at once, can be taken where the model is, as the bytes that are sent
@@ -49,20 +49,20 @@ class Preparation:
         seed: Seed of augmentation and mixing.
     """
 
-    def __init__(self, image_processor: ViTImageProcessor, mixing: Mixing | None = None, seed: int = 0):
+    def __init__(self, image_processor: ViTImageProcessor, mixing: Mixup | None = None, seed: int = 0):
         self.image_processor = image_processor
         self.mixing = mixing
         self.seed = seed
 
     @property
-    def mixing_prob(self) -> float:
+    def mixup_prob(self) -> float:
         """Probability that an image is mixed with another."""
-        return 0.0 if self.mixing is None else self.mixing.mixing_prob
+        return 0.0 if self.mixing is None else self.mixing.mixup_prob
 
-    def draws(self, keys: Sequence[tuple[int, int]], purpose: str) -> Draws:
-        """Draws for images by their keys: the epoch, and what tells an image from the others."""
+    def draws(self, keys: Sequence[tuple[int, int]], purpose: str) -> SampleRNG:
+        """SampleRNG for images by their keys: the epoch, and what tells an image from the others."""
         number = ("augmentation", "partner", "mixing", "masking").index(purpose)
-        return Draws([(self.seed, *key, number) for key in keys])
+        return SampleRNG([(self.seed, *key, number) for key in keys])
 
     def begin(
         self,
@@ -131,7 +131,7 @@ class Preparation:
         batch = dict(batch)
         images = batch.pop("images")
         if "partners" in batch:
-            images = Mixing.mix(images, batch.pop("partners"), batch.pop("mixture"))
+            images = Mixup.mix(images, batch.pop("partners"), batch.pop("mixture"))
         pixels = self.image_processor(list(images), do_resize=False, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels, **batch}
 
@@ -139,10 +139,10 @@ class Preparation:
 class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset in batches of `pixel_values` (B, C, height, width) and `labels`; for `collate`.
 
-    With `stages`, images are augmented and mixed, each by draws that depend on nothing but (seed, epoch, row): not on
-    the order, the batch, the number of worker processes, or what was drawn before. The partner that an image is mixed
-    with is any other image of the split, as it is augmented in the same epoch. Images that are kept (`keep_on`) are
-    augmented by the same distributions, with other draws.
+    With `stages`, images are augmented and mixed. The draws of an image depend on (seed, epoch, row) alone: not on the
+    order, the batch, the number of worker processes, or earlier draws. An image is mixed with another image of the
+    split, as that is augmented in the same epoch. Cached images (`cache_on_device`) are augmented by the same
+    distributions, with other draws.
 
     Args:
         rows: A split of `load_splits`.
@@ -159,14 +159,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         rows: Dataset,
         image_processor: ViTImageProcessor,
         stages: Sequence[Augmentation | None] = (None,),
-        mixing: Mixing | None = None,
+        mixing: Mixup | None = None,
         seed: int = 0,
     ):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.image_processor = image_processor
         self.stages = stages
-        self.preparation = Preparation(image_processor, mixing, seed)
-        self.finish_later = False  # whether worker processes leave `preparation.finish` to who takes their batches
+        self.batch_transform = BatchTransform(image_processor, mixing, seed)
+        self.finish_later = False  # whether worker processes leave `batch_transform.finish` to who takes their batches
         self._images: Tensor | None = None  # all of them, where they are kept
         self._labels: Tensor | None = None
         self._tried_to_keep = False
@@ -174,7 +174,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def keep_on(self, device: torch.device) -> bool:
+    def cache_on_device(self, device: torch.device) -> bool:
         """Decode all images once and keep them on a device, no larger than needed, if they fit.
 
         Training images are then augmented there in whole batches. They fit if they take up at most
@@ -260,7 +260,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         if in_worker:
             set_up_worker_process()
         batch = self.begin(keys)
-        return batch if in_worker and self.finish_later else self.preparation.finish(batch)
+        return batch if in_worker and self.finish_later else self.batch_transform.finish(batch)
 
     def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Tensor]:
         """Return up to `size` random images as one batch, by default without augmentation.
@@ -274,14 +274,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return self.__getitems__([Sample(0, stage, *pair) for pair in zip(rows, rows[1:] + rows[:1], strict=True)])
 
     def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch, for `Preparation.finish`."""
+        """A whole batch, for `BatchTransform.finish`."""
         samples = self._samples(keys)
         augment = self.stages[samples[0].stage]
         partners = self._partners(samples) if augment is not None else {}
         wanted = list(dict.fromkeys([*samples, *partners.values()]))  # none is prepared twice
         place = {sample: number for number, sample in enumerate(wanted)}
         images, labels = self._read([sample.row for sample in wanted])
-        return self.preparation.begin(
+        return self.batch_transform.begin(
             images, labels, [(sample.epoch, sample.row) for sample in wanted], augment,
             own=[place[sample] for sample in samples],
             partners={number: place[other] for number, other in partners.items()},
@@ -292,11 +292,11 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def _partners(self, samples: list[Sample]) -> dict[int, Sample]:
         """By the number of a sample that is mixed, the sample that it is mixed with."""
-        draws = self.preparation.draws([(sample.epoch, sample.row) for sample in samples], "partner")
+        draws = self.batch_transform.draws([(sample.epoch, sample.row) for sample in samples], "partner")
         return {
             number: sample._replace(row=sample.partner, partner=sample.row)
             for number, (sample, draw) in enumerate(zip(samples, draws.uniform(), strict=True))
-            if draw < self.preparation.mixing_prob
+            if draw < self.batch_transform.mixup_prob
         }
 
     def _read(self, indices: list[int]) -> tuple[list[Image.Image] | Tensor, Tensor]:

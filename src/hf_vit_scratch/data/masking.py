@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from .dataset import ImageClassificationDataset
 from .sampler import Sample
-from .transforms import Draws, to_device
+from .transforms import SampleRNG, to_device
 
 
 class MaskedImageDataset(ImageClassificationDataset):
@@ -51,7 +51,7 @@ class MaskedImageDataset(ImageClassificationDataset):
         self.patch_size = patch_size
         self.mask_ratio = mask_ratio
         self.unit = unit
-        size = self.preparation.image_processor.size
+        size = self.batch_transform.image_processor.size
         for height, width in [(size["height"], size["width"]), *(stage.image_size for stage in self.stages if stage)]:
             if height % unit[0] or width % unit[1]:
                 raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")
@@ -60,9 +60,9 @@ class MaskedImageDataset(ImageClassificationDataset):
                 raise UserError(f"mask_ratio {mask_ratio} masks all of the {number} parts of an image: lower it.")
 
     def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch, for `Preparation.finish`."""
+        """A whole batch, for `BatchTransform.finish`."""
         images = super().begin(keys)["images"]
-        draws = self.preparation.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
+        draws = self.batch_transform.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
         height, width = images.shape[-2:]
         units = (height // self.unit[0], width // self.unit[1])
         masks = random_masks(draws, units, self.mask_ratio)
@@ -77,7 +77,7 @@ def num_masked(number: int, ratio: float) -> int:
     return math.ceil(round(ratio * number, 6))
 
 
-def random_masks(draws: Draws, units: tuple[int, int], ratio: float) -> np.ndarray:
+def random_masks(draws: SampleRNG, units: tuple[int, int], ratio: float) -> np.ndarray:
     """Masks (B, *units) of which the same share, rounded up, is True."""
     ranks = np.argsort([draws.uniform() for _ in range(units[0] * units[1])], axis=0)
     return (ranks < num_masked(len(ranks), ratio)).T.reshape(-1, *units)

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from .transforms import (
-    Draws,
+    SampleRNG,
     rectangle_mask,
 )
 
 
-class Mixing:
+class Mixup:
     """The targets of training: class probabilities, smoothed, and mixed together with the images.
 
     MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1), CutMix (Yun et al. 2019,
@@ -27,7 +27,7 @@ class Mixing:
         num_classes: L.
         mixup_alpha: Share from Beta(alpha, alpha); 0 for no MixUp.
         cutmix_alpha: The same for the area of CutMix.
-        mixing_prob: Probability that an image is mixed at all.
+        mixup_prob: Probability that an image is mixed at all.
         label_smoothing: Probability mass that is spread evenly over all classes.
 
     Raises:
@@ -40,28 +40,28 @@ class Mixing:
         *,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        mixing_prob: float = 1.0,
+        mixup_prob: float = 1.0,
         label_smoothing: float = 0.0,
     ):
         for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
             if not 0 <= alpha < float("inf"):
                 raise UserError(f"{name} must be 0 or more, got {alpha}.")
-        if not 0 <= mixing_prob <= 1:
-            raise UserError(f"mixing_prob must lie in [0, 1], got {mixing_prob}.")
+        if not 0 <= mixup_prob <= 1:
+            raise UserError(f"mixup_prob must lie in [0, 1], got {mixup_prob}.")
         if not 0 <= label_smoothing < 1:
             raise UserError(f"label_smoothing_factor must lie in [0, 1), got {label_smoothing}.")
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
         self.mixup_alpha = mixup_alpha
         self.cutmix_alpha = cutmix_alpha
-        self.mixing_prob = mixing_prob if mixup_alpha or cutmix_alpha else 0.0
+        self.mixup_prob = mixup_prob if mixup_alpha or cutmix_alpha else 0.0
 
     @property
     def changes_targets(self) -> bool:
         """Whether targets are anything else than class ids."""
-        return bool(self.mixing_prob or self.label_smoothing)
+        return bool(self.mixup_prob or self.label_smoothing)
 
-    def draw(self, image_size: Sequence[int], draws: Draws) -> tuple[Tensor, Tensor]:
+    def draw(self, image_size: Sequence[int], draws: SampleRNG) -> tuple[Tensor, Tensor]:
         """How images are to be mixed with others of their size.
 
         Returns:

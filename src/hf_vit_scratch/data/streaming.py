@@ -20,9 +20,9 @@ from transformers import ViTImageProcessor
 
 from ..errors import UserError
 from .augmentation import Augmentation
-from .dataset import Preparation, set_up_worker_process
+from .dataset import BatchTransform, set_up_worker_process
 from .images import decode_image
-from .mixup import Mixing
+from .mixup import Mixup
 from .splits import (
     check_split_names,
     find_columns,
@@ -170,7 +170,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         rows: IterableDataset,
         image_processor: ViTImageProcessor,
         stages: Sequence[Augmentation | None],
-        mixing: Mixing | None = None,
+        mixing: Mixup | None = None,
         seed: int = 0,
         *,
         batch_size: int,
@@ -193,7 +193,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         self.batch_size = batch_size
         self.stage_of_batch = stage_of_batch
         self.first_batch = 0  # of a run that is resumed; those before are read, but not prepared
-        self.preparation = Preparation(image_processor, mixing, seed)
+        self.batch_transform = BatchTransform(image_processor, mixing, seed)
         self.finish_later = False  # as of `ImageClassificationDataset`
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -252,12 +252,12 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         labels = torch.tensor([row["label"] for _, row in batch])
         keys = [(epoch, _digest(row["image"])) for epoch, row in batch]
         partners = {}
-        if augment is not None and self.preparation.mixing_prob:
-            mixed = self.preparation.draws(keys, "partner").uniform() < self.preparation.mixing_prob
+        if augment is not None and self.batch_transform.mixup_prob:
+            mixed = self.batch_transform.draws(keys, "partner").uniform() < self.batch_transform.mixup_prob
             partners = {place: (place + 1) % len(batch) for place in mixed.nonzero()[0].tolist()}
-        prepared = self.preparation.begin(images, labels, keys, augment, range(len(batch)), partners)
+        prepared = self.batch_transform.begin(images, labels, keys, augment, range(len(batch)), partners)
         later = self.finish_later and get_worker_info() is not None
-        return prepared if later else self.preparation.finish(prepared)
+        return prepared if later else self.batch_transform.finish(prepared)
 
 
 def _can_be_decoded(row: dict[str, Any]) -> bool:

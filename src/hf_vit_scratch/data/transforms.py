@@ -24,7 +24,7 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 TRIES = 10  # for a rectangle that fits into the image, as many as torchvision has
 
 
-class Draws:
+class SampleRNG:
     """Numbers that depend on nothing but an image's key, and on how many were drawn for it before.
 
     SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195, figure 17), started for each image
@@ -65,7 +65,7 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    draws: Draws, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
+    draws: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.int64], ...]:
     """Top, left, height and width of a random rectangle in each image; 0 and 0 where none of ten tries fitted in."""
     height, width = size
@@ -79,7 +79,7 @@ def _rectangles(
     return draws.integers(height - tall + 1), draws.integers(width - wide + 1), tall, wide
 
 
-def random_resized_crop(images: Tensor, draws: Draws, size: tuple[int, int], least_scale: float) -> Tensor:
+def random_resized_crop(images: Tensor, draws: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
     """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`.
 
     Cropping and resizing is linear, and separately so along height and width: a matrix product for each.
@@ -108,7 +108,7 @@ def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: 
     return weights / weights.sum(-1, keepdim=True)
 
 
-def random_crop_and_flip(images: Tensor, draws: Draws, padding: int, flip_prob: float) -> Tensor:
+def random_crop_and_flip(images: Tensor, draws: SampleRNG, padding: int, flip_prob: float) -> Tensor:
     """A crop of each image's own size after padding by reflection, then a mirror image by chance.
 
     `v2.RandomCrop(padding_mode="reflect")` and `v2.RandomHorizontalFlip`.
@@ -123,7 +123,7 @@ def random_crop_and_flip(images: Tensor, draws: Draws, padding: int, flip_prob: 
     return images.take_along_dim(to_device(columns, images, torch.int64)[:, None, None, :], dim=3)
 
 
-def random_affine(images: Tensor, draws: Draws, degrees: float, translation: float, scaling: float) -> Tensor:
+def random_affine(images: Tensor, draws: SampleRNG, degrees: float, translation: float, scaling: float) -> Tensor:
     """Rotate, shift and scale each image about its middle; `v2.RandomAffine`, bilinear, black outside."""
     height, width = images.shape[-2:]
     angle = np.radians(draws.uniform(-degrees, degrees))
@@ -151,7 +151,7 @@ def _sample(images: Tensor, matrix: Numbers, mode: str, fill: int) -> Tensor:
     return _to_uint8(moved.masked_fill_(outside[:, None], fill))
 
 
-def random_erasing(images: Tensor, draws: Draws, probability: float, value: int) -> Tensor:
+def random_erasing(images: Tensor, draws: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
     chosen = draws.uniform() < probability
     top, left, tall, wide = _rectangles(draws, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))
@@ -168,7 +168,9 @@ def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
     return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
 
 
-def random_policy(images: Tensor, draws: Draws, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
+def random_policy(
+    images: Tensor, draws: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int
+) -> Tensor:
     """Each image's own random operations, of torchvision's policy."""
     height, width = images.shape[-2:]
     space = list(policy._AUGMENTATION_SPACE.items())

@@ -37,7 +37,7 @@ class TopKAccuracy(evaluate.Metric):
         return {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
 
 
-def summarise_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce logits (B, L) to what the metrics need, so that an evaluation needs little memory.
 
     Returns:
@@ -52,7 +52,7 @@ def summarise_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """The Trainer's metrics from the summaries of `summarise_logits` and class ids (N,)."""
+    """The Trainer's metrics from the summaries of `summarize_logits` and class ids (N,)."""
     ranked, _, losses = cast(tuple[np.ndarray, ...], evaluation.predictions)
     metric = TopKAccuracy(keep_in_memory=True)
     accuracies = metric.compute(predictions=ranked, references=evaluation.label_ids)
@@ -63,7 +63,7 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     """Per class, which classes are taken for which, and how far confidence can be believed.
 
     Args:
-        predictions: The summaries of `summarise_logits`, of N images.
+        predictions: The summaries of `summarize_logits`, of N images.
         labels: Class ids (N,).
         label_names: Names of the L classes.
 
@@ -104,7 +104,7 @@ def most_confident_mistakes(predictions: Any, labels: Any, number: int) -> list[
     """The places of the images that the model is surest about among those that it gets wrong, the surest first.
 
     Args:
-        predictions: The summaries of `summarise_logits`, of N images.
+        predictions: The summaries of `summarize_logits`, of N images.
         labels: Class ids (N,).
         number: How many at most.
     """

@@ -128,11 +128,11 @@ class AugmentationArguments:
 
 @dataclass
 class MixingArguments:
-    """The arguments of `hf_vit_scratch.data.mixup.Mixing`."""
+    """The arguments of `hf_vit_scratch.data.mixup.Mixup`."""
 
     mixup_alpha: float = _flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
     cutmix_alpha: float = _flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
-    mixing_prob: float = _flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
+    mixup_prob: float = _flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
 
 
 @dataclass

@@ -162,7 +162,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, given: Se
     chooser.choose(seen, auto_augment="trivialaugment" if changes else None)
     if training.task == "image-classification":
         alpha = 1.0 if mixes else 0.0
-        chooser.choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixing_prob=0.8 if changes else 0.5)
+        chooser.choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
 
     on_cpu = training.device.type == "cpu"
     compiles = expected >= MINUTES_TO_COMPILE and can_compile(training.device.type) and on_cpu

@@ -84,7 +84,7 @@ def parameter_groups(
     return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
 
 
-def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Bring the singular values of each matrix near 1, by Newton and Schulz's iteration.
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
@@ -148,7 +148,7 @@ class BatchedMuon(torch.optim.Muon):
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
-        updates = orthogonalise(updates.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates = orthogonalize(updates.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
         torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)

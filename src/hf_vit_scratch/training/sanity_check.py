@@ -171,7 +171,7 @@ def data_report(trainer: ViTTrainer) -> str:
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
     loading = _images_per_second(lambda: find_batch_size(next(loader)))
     batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
-    batch = dataset.preparation.finish(batch)
+    batch = dataset.batch_transform.finish(batch)
     dataset.finish_later = False
     trainer.model.train()
 
@@ -189,7 +189,7 @@ def data_report(trainer: ViTTrainer) -> str:
         kept = (
             isinstance(dataset, ImageClassificationDataset)
             and trainer.args.dataloader_num_workers == 0
-            and dataset.keep_on(trainer.args.device)
+            and dataset.cache_on_device(trainer.args.device)
         )
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     print(f"Time       {_expected_time(trainer, min(loading, computing))}")

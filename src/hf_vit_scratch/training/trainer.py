@@ -301,7 +301,7 @@ class ViTTrainer(Trainer):
         # Where the user has asked for worker processes, they prepare the images.
         if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
             device = self.args.device
-            if dataset.keep_on(device) and device.type != "cpu":
+            if dataset.cache_on_device(device) and device.type != "cpu":
                 self.args.dataloader_pin_memory = False  # it refuses what is on the device already
         return super()._get_dataloader(dataset, *args, **kwargs)
 
@@ -363,7 +363,7 @@ class ViTTrainer(Trainer):
         if self._logged_time is None:
             self._images, self._logged_time = 0, time.perf_counter()
         if isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
-            inputs = self.train_dataset.preparation.finish(self._prepare_inputs(inputs))
+            inputs = self.train_dataset.batch_transform.finish(self._prepare_inputs(inputs))
         self._images += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             loss = super().training_step(model, inputs, *args, **kwargs)
