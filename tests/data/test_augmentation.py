@@ -67,7 +67,7 @@ def test_padded_crop_is_a_window_of_the_reflected_image(augmenting, picture):
 def test_translation_moves_by_at_most_its_share(augmenting, picture):
     dot = Image.new("RGB", (40, 40))
     dot.putpixel((20, 20), (255, 255, 255))
-    augment = augmenting((40, 40), translation=0.1)
+    augment = augmenting((40, 40), translate=0.1)
 
     places = {tuple(augment(dot)[0].nonzero()[0].tolist()) for _ in range(200)}
 
@@ -93,8 +93,8 @@ def test_resized_crop_keeps_at_least_its_share_of_the_area(augmenting):
         ({"crop_padding": 16}, r"crop_padding must be 0 or more and below the image size \(16, 24\), got 16"),
         ({"horizontal_flip_prob": 1.1}, r"horizontal_flip_prob must lie in \[0, 1\], got 1.1"),
         ({"rotation_degrees": -1}, r"rotation_degrees must lie in \[0, 180\], got -1"),
-        ({"translation": 1.0}, r"translation must lie in \[0, 1\), got 1.0"),
-        ({"scaling": float("nan")}, r"scaling must lie in \[0, 1\), got nan"),
+        ({"translate": 1.0}, r"translate must lie in \[0, 1\), got 1.0"),
+        ({"scale": float("nan")}, r"scale must lie in \[0, 1\), got nan"),
         (
             {"auto_augment": "autoaugment"},
             r"auto_augment must be one of randaugment, triv.*; got 'autoaugment'",

@@ -100,7 +100,7 @@ def test_image_that_no_crop_fits_is_cut_in_the_middle(images):
 def test_affine_maps_are_those_of_torchvision(images):
     shares = [np.linspace(0.05, 0.95, 8), np.linspace(0.9, 0.1, 8), np.linspace(0.2, 0.6, 8), np.linspace(0, 1, 8)]
 
-    moved = random_affine(images, Chosen(*shares), degrees=30, translation=0.2, scaling=0.3)
+    moved = random_affine(images, Chosen(*shares), degrees=30, translate=0.2, scale=0.3)
 
     for image, result, (angle, across, down, scale) in zip(images, moved, np.stack(shares, 1).tolist(), strict=True):
         shift = [round((0.4 * across - 0.2) * 40), round((0.4 * down - 0.2) * 32)]

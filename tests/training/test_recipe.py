@@ -51,7 +51,7 @@ norm_first: true
 qkv_bias: false
 position_embedding_type: rope2d
 classifier_hidden_size: null
-translation: 0.25
+translate: 0.25
 load_best_model_at_end: false
 lr_scheduler_type: cosine_with_min_lr
 lr_scheduler_kwargs: {min_lr: 0.5}
@@ -61,7 +61,7 @@ eval_strategy: no
 
     assert (model.image_size, model.patch_size, model.norm_first, model.qkv_bias) == ([32, 64], [8], True, False)
     assert (model.position_embedding_type, model.classifier_hidden_size) == ("rope2d", None)
-    assert augmentation.translation == 0.25
+    assert augmentation.translate == 0.25
     assert (training.load_best_model_at_end, training.lr_scheduler_kwargs) == (False, {"min_lr": 0.5})
     assert training.eval_strategy == "no"  # not the False of YAML 1.1
 

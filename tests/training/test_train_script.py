@@ -359,7 +359,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
     ("argv", "message"),
     [
         (["--image_size", "9"], r"^image_size \(height 9\) must be divisible by patch_size \(height 2\)\."),
-        (["--translation", "2"], r"^translation must lie in \[0, 1\), got 2"),
+        (["--translate", "2"], r"^translate must lie in \[0, 1\), got 2"),
         (
             ["--metric_for_best_model", "acc"],
             r"^metric_for_best_model must be one of loss, accuracy, top5_accuracy; got",

@@ -54,7 +54,7 @@ class RandomImages(torch.utils.data.Dataset):
 
 def mixed_digits():
     """Real images, augmented and mixed as in training; the sampler and the dataset are those of `train.py`."""
-    stages, stage = training_stages((16, 24), translation=0.1, augmentation_off_fraction=0.3)
+    stages, stage = training_stages((16, 24), translate=0.1, augmentation_off_fraction=0.3)
     mixing = Mixup(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixup_prob=0.8, label_smoothing=0.1)
     rows = load_digits()["train"].filter(lambda row: row["label"] < 5).select(range(24))
     processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)

@@ -38,8 +38,8 @@ class Augmentation:
             `image_size`.
         horizontal_flip_prob: Probability of a mirror image.
         rotation_degrees: Largest rotation to either side.
-        translation: Largest shift to any side, as a share of height and width.
-        scaling: Largest relative change of size, up or down.
+        translate: Largest shift to any side, as a share of height and width.
+        scale: Largest relative change of size, up or down.
         auto_augment: `"randaugment"` (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719) or `"trivialaugment"`
             (Mueller and Hutter 2021, https://arxiv.org/abs/2103.10158).
         randaugment_num_ops: Number of operations that RandAugment draws per image.
@@ -56,8 +56,8 @@ class Augmentation:
     crop_padding: int = 0
     horizontal_flip_prob: float = 0.0
     rotation_degrees: float = 0.0
-    translation: float = 0.0
-    scaling: float = 0.0
+    translate: float = 0.0
+    scale: float = 0.0
     auto_augment: str | None = None
     randaugment_num_ops: int = 2
     randaugment_magnitude: int = 9
@@ -74,7 +74,7 @@ class Augmentation:
             raise UserError(f"horizontal_flip_prob must lie in [0, 1], got {self.horizontal_flip_prob}.")
         if not 0 <= self.rotation_degrees <= 180:
             raise UserError(f"rotation_degrees must lie in [0, 180], got {self.rotation_degrees}.")
-        for name, share in (("translation", self.translation), ("scaling", self.scaling)):
+        for name, share in (("translate", self.translate), ("scale", self.scale)):
             if not 0 <= share < 1:
                 raise UserError(f"{name} must lie in [0, 1), got {share}.")
 
@@ -105,8 +105,8 @@ class Augmentation:
             images = random_resized_crop(images, draws, self.image_size, self.random_resized_crop_scale)
         elif images.shape[-2:] != self.image_size:
             images = TF.resize(images, list(self.image_size), antialias=True)
-        if self.rotation_degrees or self.translation or self.scaling:
-            images = random_affine(images, draws, self.rotation_degrees, self.translation, self.scaling)
+        if self.rotation_degrees or self.translate or self.scale:
+            images = random_affine(images, draws, self.rotation_degrees, self.translate, self.scale)
         if self.crop_padding or self.horizontal_flip_prob:
             images = random_crop_and_flip(images, draws, self.crop_padding, self.horizontal_flip_prob)
         if self.policy is not None:
@@ -123,12 +123,12 @@ class Augmentation:
             )
         else:
             transforms.append(v2.Resize(self.image_size, antialias=True))
-        if self.rotation_degrees or self.translation or self.scaling:
+        if self.rotation_degrees or self.translate or self.scale:
             transforms.append(
                 v2.RandomAffine(
                     self.rotation_degrees,
-                    translate=(self.translation, self.translation),
-                    scale=(1 - self.scaling, 1 + self.scaling),
+                    translate=(self.translate, self.translate),
+                    scale=(1 - self.scale, 1 + self.scale),
                     interpolation=v2.InterpolationMode.BILINEAR,
                 )
             )

@@ -123,14 +123,14 @@ def random_crop_and_flip(images: Tensor, draws: SampleRNG, padding: int, flip_pr
     return images.take_along_dim(to_device(columns, images, torch.int64)[:, None, None, :], dim=3)
 
 
-def random_affine(images: Tensor, draws: SampleRNG, degrees: float, translation: float, scaling: float) -> Tensor:
+def random_affine(images: Tensor, draws: SampleRNG, degrees: float, translate: float, scale: float) -> Tensor:
     """Rotate, shift and scale each image about its middle; `v2.RandomAffine`, bilinear, black outside."""
     height, width = images.shape[-2:]
     angle = np.radians(draws.uniform(-degrees, degrees))
-    across = np.rint(draws.uniform(-translation, translation) * width)
-    down = np.rint(draws.uniform(-translation, translation) * height)
-    scale = draws.uniform(1 - scaling, 1 + scaling)
-    cos, sin = np.cos(angle) / scale, np.sin(angle) / scale
+    across = np.rint(draws.uniform(-translate, translate) * width)
+    down = np.rint(draws.uniform(-translate, translate) * height)
+    factor = draws.uniform(1 - scale, 1 + scale)
+    cos, sin = np.cos(angle) / factor, np.sin(angle) / factor
     # The inverse: where in the old image a pixel of the new one comes from.
     matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1).reshape(
         -1, 2, 3
