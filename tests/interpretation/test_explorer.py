@@ -391,7 +391,7 @@ def started(arguments, folder, **environment):
 def serving(folder, setting):
     """The process and the address of a page, of which one constant is another."""
     save_model(folder / "model")
-    code = f"import sys; from hf_vit_scratch import explorer; explorer.{setting}; sys.exit(explorer.main(['model']))"
+    code = f"from hf_vit_scratch.interpretation import explorer; explorer.{setting}; explorer.main(['model'])"
     server, url = started(["-c", code], folder)
     yield server, url
     server.terminate()
@@ -596,7 +596,6 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, class_folders, capsys):
 
     assert f"{space} is written." in capsys.readouterr().out
     assert {path.name for path in (space / "model").iterdir()} == {
-        "SHA256SUMS",
         "config.json",
         "model.safetensors",
         "preprocessor_config.json",

@@ -453,16 +453,17 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         if config is None:
             wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
         wanted.validate()
-        (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
-        size_in_file = [rows * height, cols * width]
-        if wanted.grid_size != saved.grid_size:
+        resizes = wanted.grid_size != saved.grid_size
+        if resizes:
+            (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
+            size_in_file = [rows * height, cols * width]
             if config is None:
                 kwargs["image_size"] = size_in_file
             else:
                 config = wanted
                 config.image_size = size_in_file
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        if wanted.grid_size != saved.grid_size:
+        if resizes:
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
             model.set_image_size(wanted_size)
         return loaded
@@ -472,16 +473,13 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """Return the saved configuration; for a folder or repository with an adapter, that of the adapted model."""
         names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         options = {name: kwargs[name] for name in names if name in kwargs}
-        try:
-            return cls.config_class.from_pretrained(name_or_path, **options)
-        except OSError:
-            if not is_peft_available():
-                raise
+        fields, _ = cls.config_class.get_config_dict(name_or_path, **options)
+        if not fields and is_peft_available():
             from peft import PeftConfig
 
-            adapted = PeftConfig.from_pretrained(str(name_or_path), **options).base_model_name_or_path
+            name_or_path = PeftConfig.from_pretrained(str(name_or_path), **options).base_model_name_or_path
             options = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
-            return cls.config_class.from_pretrained(adapted, **options)
+        return cls.config_class.from_pretrained(name_or_path, **options)
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:

@@ -192,7 +192,8 @@ def data_report(trainer: ViTTrainer) -> str:
             and dataset.cache_on_device(trainer.args.device)
         )
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
-    print(f"Time       {_expected_time(trainer, min(loading, computing))}")
+    if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
+        print(f"Time       {_expected_time(trainer, min(loading, computing))}")
     return bound
 
 
