@@ -1,5 +1,6 @@
 """The command `vit-scratch`: one subcommand for each program of the package."""
 
+import difflib
 import importlib
 import sys
 
@@ -13,12 +14,17 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the subcommand that the command line names; import nothing of the others."""
+    """Run the subcommand that the command line names. The others are not imported."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name not in COMMANDS:
-        print("usage: vit-scratch COMMAND ...\n\ncommands (each takes --help):")
-        for command, (_, what) in COMMANDS.items():
-            print(f"  {command:10}{what}")
-        sys.exit(0 if name in ("-h", "--help") else 2)
-    module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
-    sys.exit(module.main(sys.argv[2:]))
+    if name in COMMANDS:
+        module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
+        sys.exit(module.main(sys.argv[2:]))
+    print("usage: vit-scratch COMMAND ...\n\ncommands (each takes --help):")
+    for command, (_, what) in COMMANDS.items():
+        print(f"  {command:10}{what}")
+    if name not in ("-h", "--help"):
+        guess = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {guess[0]}?" if guess else ""
+        print(f"vit-scratch: unknown command {name!r}.{hint}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
