@@ -9,7 +9,7 @@ from test_train_script import ROOT, SMALL, train
 from test_trainer import make_trainer
 
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training import run_directory, trainer
+from hf_vit_scratch.training import checkpointing, run_directory, trainer
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.run_directory import claimed
 
@@ -27,7 +27,7 @@ def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times,
 
 def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     order = []
-    write_through, replace = trainer._write_through, trainer.os.replace
+    write_through, replace = checkpointing.write_through, checkpointing.os.replace
 
     def note(path):
         order.append(Path(path).name)
@@ -37,8 +37,8 @@ def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, 
         order.append(f"-> {Path(target).name}")
         replace(source, target)
 
-    monkeypatch.setattr(trainer, "_write_through", note)
-    monkeypatch.setattr(trainer.os, "replace", note_and_replace)
+    monkeypatch.setattr(checkpointing, "write_through", note)
+    monkeypatch.setattr(checkpointing.os, "replace", note_and_replace)
     make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
 
     named = order.index("-> checkpoint-6")
@@ -48,13 +48,13 @@ def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, 
 
 def test_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     deleted = []
-    rmtree = trainer.shutil.rmtree
+    rmtree = checkpointing.shutil.rmtree
 
     def note(path, *args, **kwargs):
         deleted.append(Path(path).name)
         rmtree(path, *args, **kwargs)
 
-    monkeypatch.setattr(trainer.shutil, "rmtree", note)
+    monkeypatch.setattr(checkpointing.shutil, "rmtree", note)
     arguments_of = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     make_trainer(tmp_path, max_steps=4, **arguments_of).train()
     make_trainer(tmp_path, max_steps=4, **arguments_of | {"save_steps": 4}).train()  # checkpoint-4 is replaced
@@ -107,14 +107,14 @@ def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
 
 def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
     most = 0
-    publish = trainer.ViTTrainer._publish
+    publish = trainer.publish
 
-    def count(self, staged, final):
+    def count(*args):
         nonlocal most
-        publish(self, staged, final)
+        publish(*args)
         most = max(most, len(list(tmp_path.glob("checkpoint-*"))))
 
-    monkeypatch.setattr(trainer.ViTTrainer, "_publish", count)
+    monkeypatch.setattr(trainer, "publish", count)
     make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
 
     assert most == 2

@@ -29,7 +29,8 @@ from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed import hardware
 from hf_vit_scratch.training import optimizers
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
-from hf_vit_scratch.training.trainer import LossWatch, ViTTrainer, advising_on_memory
+from hf_vit_scratch.training.loss_watch import LossWatch
+from hf_vit_scratch.training.trainer import ViTTrainer, advising_on_memory
 
 KINDS = {"single_label": {}, "multi_label": {"multi_label": True}, "mixed": {"mixed": True}}
 STYLES = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])

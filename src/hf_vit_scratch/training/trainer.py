@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import shutil
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import torch
 from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
@@ -28,7 +26,6 @@ from transformers.trainer_utils import (
     IntervalStrategy,
     SaveStrategy,
     get_last_checkpoint,
-    sort_checkpoints,
 )
 from transformers.training_args import OptimizerNames
 
@@ -41,7 +38,10 @@ from ..model.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedMo
 from ..speed.hardware import can_compile, choose_muon_dtype, keep_freed_memory
 from ..speed.linear import use_faster_linear
 from .arguments import ViTTrainingArguments
-from .checkpointing import damaged_files, write_checksums
+from .checkpointing import publish, refuse_damage
+from .ema import EMA
+from .graceful_stop import GracefulStop
+from .loss_watch import LossWatch
 from .optimizers import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
 from .run_directory import STAGING
 
@@ -50,10 +50,6 @@ logger = logging.getLogger(__name__)
 # Beside the Trainer's own files in a checkpoint.
 TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
 PROGRESS_NAME = "progress.json"
-# Processes agree on stopping every so many steps; on an accelerator this waits for the device.
-STEPS_BETWEEN_AGREEMENTS = 10
-WATCHED_PART = 0.1  # of training, after which the loss should have moved
-NOT_MOVED = 0.98  # share of the first loss above which it has not
 
 
 class _Hooks(TrainerCallback):
@@ -69,40 +65,6 @@ class _Hooks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.after_step(control)
-
-
-class LossWatch(TrainerCallback):
-    """Say once, after a tenth of the training, if the loss has not moved."""
-
-    def __init__(self) -> None:
-        self.first_loss: float | None = None
-        self.done = False
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
-        """Compare the loss of this line with that of the first one, at the first line after a tenth."""
-        if self.done or logs is None or "loss" not in logs:
-            return
-        loss = float(logs["loss"])
-        if self.first_loss is None:
-            self.first_loss = loss
-            return
-        by_time = logs["minutes"] / args.max_train_minutes if args.max_train_minutes else 0.0
-        if max(state.global_step / state.max_steps, by_time) < WATCHED_PART:
-            return
-        self.done = True
-        model = kwargs["model"]
-        chance = math.log(max(getattr(model.config, "num_labels", 0), 2))  # the loss of equal probabilities
-        if loss > NOT_MOVED * self.first_loss and loss > 0.9 * chance:
-            logger.warning(
-                "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
-                "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
-                "augmentations (--auto_augment, --mixup_alpha, --cutmix_alpha) or more time.",
-                100 * WATCHED_PART,
-                self.first_loss,
-                loss,
-            )
 
 
 class ViTTrainer(Trainer):
@@ -123,7 +85,7 @@ class ViTTrainer(Trainer):
     optimizer: torch.optim.Optimizer
     # For `call_model_init`, which the stock constructor calls.
     _layers_are_compiled = False
-    _ema: AveragedModel | None = None
+    _ema: EMA | None = None
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
         training_args = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -139,7 +101,7 @@ class ViTTrainer(Trainer):
         self.stage = stage
         self.sampler: EpochSampler | None = None
         self.stopped = False  # by SIGTERM
-        self._stop_requested = False
+        self._stop = GracefulStop(self.args)
         self._images_in_step = self._batches_in_step = 0
         self._images = 0  # trained on in this process since the last log
         self._logged_time: float | None = None
@@ -206,7 +168,7 @@ class ViTTrainer(Trainer):
                 f"a new one can start from it: --model {checkpoint}."
             )
         self._logged_time = None
-        self.stopped = self._stop_requested = False
+        self.stopped = self._stop.requested = False
         self._start_time = time.perf_counter()
         if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
@@ -217,7 +179,7 @@ class ViTTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if self.args.ema_decay is not None:
-            self._average(self.model)
+            self._ema = EMA(self.model, self.args.ema_decay)
         if checkpoint is not None:
             resume_from_checkpoint = str(checkpoint)
             self._load_progress(checkpoint)
@@ -226,18 +188,15 @@ class ViTTrainer(Trainer):
                 self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
         best_was_loaded = False
         try:
-            with self._stopping_at_sigterm():
+            with self._stop.listening():
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
             # It is an averaged one already.
             best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
         finally:  # also where it was interrupted
-            if self._ema is not None and self._ema.n_averaged and not best_was_loaded:
-                self._swap_averaged_weights()
+            if self._ema is not None and self._ema.steps and not best_was_loaded:
+                self._ema.swap(self.model)
             self._ema, self._images_in_step = None, 0
         return output
-
-    def _average(self, model: nn.Module) -> None:
-        self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cast(float, self.args.ema_decay)))
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A new model from `model_init`, compiled and averaged as the one that it takes the place of."""
@@ -245,9 +204,9 @@ class ViTTrainer(Trainer):
         if self._layers_are_compiled:
             self._compile_layers(model)
         if self._ema is not None:
-            steps = self._ema.n_averaged
-            self._average(model.to(self.args.device))
-            self._ema.n_averaged.copy_(steps)
+            steps = self._ema.steps
+            self._ema = EMA(model.to(self.args.device), cast(float, self.args.ema_decay))
+            self._ema.steps = steps
         return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -378,7 +337,7 @@ class ViTTrainer(Trainer):
     def after_step(self, control: Any) -> None:
         """What follows an optimizer step: the average, the clock, and a stop that was asked for."""
         if self._ema is not None:
-            self._ema.update_parameters(self.model)
+            self._ema.update(self.model)
         if self.args.max_train_minutes is not None:
             share = torch.tensor([self._minutes_trained() / self.args.max_train_minutes], device=self.args.device)
             if self.args.world_size > 1:
@@ -388,35 +347,11 @@ class ViTTrainer(Trainer):
                 control.should_training_stop = True
                 control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
                 control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
-        if self._all_agree_to_stop():
+        if self._stop.agreed(self.state.global_step):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def _minutes_trained(self, now: float | None = None) -> float:
         return (self._seconds_before + (now or time.perf_counter()) - self._start_time) / 60
-
-    def _all_agree_to_stop(self) -> bool:
-        if self.args.world_size == 1:
-            return self._stop_requested
-        if self.args.device.type != "cpu" and self.state.global_step % STEPS_BETWEEN_AGREEMENTS:
-            return False
-        asked = torch.tensor([float(self._stop_requested)], device=self.args.device)
-        torch.distributed.all_reduce(asked)
-        return bool(asked.item())
-
-    @contextmanager
-    def _stopping_at_sigterm(self) -> Iterator[None]:
-        def request(*_: Any) -> None:
-            self._stop_requested = True
-
-        try:
-            before = signal.signal(signal.SIGTERM, request)
-        except ValueError:  # not in the main thread, where no signal arrives
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         control = self.control
@@ -431,26 +366,8 @@ class ViTTrainer(Trainer):
             )
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
-    # The moving average
-
-    def _swap_averaged_weights(self) -> None:
-        """Exchange the trained and the averaged weights."""
-        assert self._ema is not None
-        averages = dict(self._ema.module.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            parameter.data, averages[name].data = averages[name].data, parameter.data
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Work with the averaged weights, if there are any."""
-        if self._ema is None or self._ema.n_averaged == 0:
-            yield
-            return
-        self._swap_averaged_weights()
-        try:
-            yield
-        finally:
-            self._swap_averaged_weights()
+    def _with_average(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ema is None else self._ema.swapped(self.model)
 
     # Evaluation and log
 
@@ -467,7 +384,7 @@ class ViTTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
-        with self._clock_stopped(), self._averaged_weights(), self._uncompiled_if(True):
+        with self._clock_stopped(), self._with_average(), self._uncompiled_if(True):
             self.finish_push_before_forking("evaluation")
             output = super().evaluation_loop(*args, **kwargs)
         metrics = cast(dict[str, float], output.metrics)
@@ -490,7 +407,7 @@ class ViTTrainer(Trainer):
                     staged.mkdir(parents=True, exist_ok=True)
                     self._save_progress(staged)
                 self._staging = True
-                with self._averaged_weights():
+                with self._with_average():
                     super()._save_checkpoint(model, trial)
                 self._staging = False
                 self.accelerator.wait_for_everyone()
@@ -499,7 +416,7 @@ class ViTTrainer(Trainer):
                     self.state.best_model_checkpoint = str(best)  # the stock Trainer has looked beside `staged`
                 if self.args.should_save:
                     self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                    self._publish(staged, final)
+                    publish(staged, final, Path(self.state.best_model_checkpoint or ""), self.args.save_total_limit)
                 self.accelerator.wait_for_everyone()
                 if self.args.push_to_hub:
                     self._push_from_checkpoint(str(final))
@@ -583,38 +500,10 @@ class ViTTrainer(Trainer):
             status = "It was trained without labels, to paint what was masked; it is a start for other training."
         make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license)
 
-    def _publish(self, staged: Path, final: Path) -> None:
-        """Give a checkpoint its name, once its files and their checksums are on the disk; then delete old ones.
-
-        What is deleted loses its name first: a kill never leaves half a checkpoint under one.
-        """
-        staging = staged.parent
-        write_checksums(staged, (file for file in staged.iterdir() if file.is_file()))
-        for path in [*staged.rglob("*"), staged]:
-            _write_through(path)
-        if final.exists():  # of an earlier attempt at the same step
-            os.replace(final, staging / "replaced")
-        os.replace(staged, final)
-        _write_through(final.parent)
-        best = Path(self.state.best_model_checkpoint or "")
-        for link, target in (("last", final), ("best", best)):
-            if target.name and target.is_dir() and target.parent.resolve() == final.parent.resolve():
-                aside = final.parent / f".{link}"
-                aside.unlink(missing_ok=True)
-                aside.symlink_to(target.name)
-                os.replace(aside, final.parent / link)
-        if limit := self.args.save_total_limit:
-            kept = {str(final), str(best)}
-            oldest_first = sort_checkpoints(str(final.parent), use_mtime=True)
-            surplus = len(oldest_first) - max(limit, len(kept & {*oldest_first}))
-            for old in [path for path in oldest_first if path not in kept][: max(surplus, 0)]:
-                os.replace(old, staging / Path(old).name)
-        shutil.rmtree(staging, ignore_errors=True)
-
     def _save_progress(self, folder: Path) -> None:
         """What the Trainer does not keep: the time spent, and the trained weights where the average is the model."""
         seconds = 60 * self._minutes_trained()
-        averaged = 0 if self._ema is None else int(self._ema.n_averaged)
+        averaged = 0 if self._ema is None else self._ema.steps
         if averaged:
             state = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
             save_file(state, folder / TRAINED_WEIGHTS, metadata={"format": "pt"})
@@ -632,18 +521,18 @@ class ViTTrainer(Trainer):
                 "weights. Resume with the same --ema_decay."
             )
         if self._ema is not None:
-            self._ema.n_averaged.fill_(progress["averaged_steps"])
+            self._ema.steps = progress["averaged_steps"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        _refuse_damage(Path(resume_from_checkpoint))
+        refuse_damage(Path(resume_from_checkpoint))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._ema is not None:  # the file of the model holds the average
-            self._ema.module.load_state_dict(self.model.state_dict())
+            self._ema.average.module.load_state_dict(self.model.state_dict())
             trained = load_file(Path(resume_from_checkpoint) / TRAINED_WEIGHTS)
             self._issue_warnings_after_load(self.model.load_state_dict(trained, strict=False))
 
     def _load_best_model(self) -> None:
-        _refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
+        refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
         super()._load_best_model()
 
     @contextmanager
@@ -669,22 +558,6 @@ class ViTTrainer(Trainer):
                 "Resume with the configuration that the checkpoint was made with; a model that transformers saves "
                 "under other names than its own, as it does its ViT, cannot be loaded back: --save_strategy no."
             )
-
-
-def _refuse_damage(checkpoint: Path) -> None:
-    if damaged := damaged_files(checkpoint):
-        raise UserError(f"{checkpoint} is damaged ({', '.join(damaged)}) and cannot be loaded.")
-
-
-def _write_through(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, would survive a loss of power (fsync)."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

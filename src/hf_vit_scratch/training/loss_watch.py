@@ -1,0 +1,47 @@
+"""A warning if the loss does not move."""
+
+import logging
+import math
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer import TrainerState
+
+logger = logging.getLogger(__name__)
+
+WATCHED_PART = 0.1  # of training, after which the loss should have moved
+NOT_MOVED = 0.98  # share of the first loss above which it has not
+
+
+class LossWatch(TrainerCallback):
+    """Say once, after a tenth of the training, if the loss has not moved."""
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.done = False
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Compare the loss of this line with that of the first one, at the first line after a tenth."""
+        if self.done or logs is None or "loss" not in logs:
+            return
+        loss = float(logs["loss"])
+        if self.first_loss is None:
+            self.first_loss = loss
+            return
+        by_time = logs["minutes"] / args.max_train_minutes if args.max_train_minutes else 0.0
+        if max(state.global_step / state.max_steps, by_time) < WATCHED_PART:
+            return
+        self.done = True
+        model = kwargs["model"]
+        chance = math.log(max(getattr(model.config, "num_labels", 0), 2))  # the loss of equal probabilities
+        if loss > NOT_MOVED * self.first_loss and loss > 0.9 * chance:
+            logger.warning(
+                "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
+                "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
+                "augmentations (--auto_augment, --mixup_alpha, --cutmix_alpha) or more time.",
+                100 * WATCHED_PART,
+                self.first_loss,
+                loss,
+            )

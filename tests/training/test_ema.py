@@ -1,0 +1,69 @@
+"""The moving average of the weights, on its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_vit_scratch.training.ema import EMA
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(3, 2).double()
+
+
+def train(model, ema, steps=4):
+    """Change the weights at random; return them after each step."""
+    history = []
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        ema.update(model)
+        history.append(model.weight.detach().clone())
+    return history
+
+
+def test_average_is_the_weighted_sum_of_the_steps(model):
+    ema = EMA(model, decay=0.75)
+    first, *others = train(model, ema)
+    expected = first
+    for weight in others:
+        expected = 0.75 * expected + 0.25 * weight
+
+    ema.swap(model)
+
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-14)
+    assert ema.steps == 4
+
+
+def test_weights_come_back_after_the_context_even_if_it_fails(model):
+    ema = EMA(model, decay=0.5)
+    trained = train(model, ema)[-1]
+
+    with pytest.raises(RuntimeError, match="within"), ema.swapped(model):
+        raise RuntimeError("within")
+
+    assert torch.equal(model.weight, trained)
+
+
+def test_nested_contexts_hold_the_average_throughout(model):
+    ema = EMA(model, decay=0.5)
+    trained = train(model, ema)[-1]
+
+    with ema.swapped(model):
+        average = model.weight.detach().clone()
+        with ema.swapped(model):
+            assert torch.equal(model.weight, average)
+        assert torch.equal(model.weight, average)
+
+    assert not torch.equal(average, trained)
+    assert torch.equal(model.weight, trained)
+
+
+def test_average_without_a_step_changes_nothing(model):
+    ema = EMA(model, decay=0.5)
+    before = model.weight.detach().clone()
+
+    with ema.swapped(model):
+        assert torch.equal(model.weight, before)
