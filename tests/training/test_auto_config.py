@@ -124,6 +124,12 @@ def test_what_is_set_is_not_chosen():
     assert not any(line.startswith("image_size") for line in lines)
 
 
+def test_first_size_is_cut_into_whole_patches_along_both_axes():
+    chosen, _ = fitted([(500, 400)] * 50, "--image_size", "48", "64", "--patch_size", "6", "16")
+
+    assert chosen["initial_image_size"] == [36, 48]
+
+
 def test_model_that_is_named_keeps_its_sizes():
     chosen, _ = fitted([(500, 400)] * 50, "--model", "Ti/8")
 

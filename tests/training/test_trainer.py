@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -623,6 +624,14 @@ def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch)
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 0.95 * 1e-2
     assert rates[-1] < 0.1 * 1e-2
+
+
+def test_bar_of_a_run_by_the_clock_shows_time_instead_of_steps(tmp_path, capsys):
+    make_trainer(tmp_path, max_steps=40, max_train_minutes=5, disable_tqdm=False, logging_steps=10).train()
+
+    bar = capsys.readouterr().err
+    assert re.search(r"100%\|.*\d+:\d\d passed, \d+:\d\d left", bar)
+    assert "/40" not in bar
 
 
 @pytest.fixture

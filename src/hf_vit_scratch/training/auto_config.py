@@ -106,8 +106,8 @@ def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
         chooser.choose(f"at most {tokens} tokens", patch_size=[patch_size])
         sizes = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
         chooser.choose("a CPU" if on_cpu else f"{number} images", **sizes)
-        patch = (model.patch_size or [1])[0]
-        first = [max(length * 3 // 4 // patch, 1) * patch for length in pixels]
+        patch = ((model.patch_size or [1]) * 2)[:2]
+        first = [max(length * 3 // 4 // side, 1) * side for length, side in zip(pixels, patch, strict=True)]
         chooser.choose(
             "smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6
         )  # fmt: skip

@@ -17,7 +17,7 @@ from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import (
@@ -43,6 +43,7 @@ from .ema import EMA
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
 from .optimizers import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
+from .progress_bar import ProgressByTime
 from .run_directory import STAGING
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ class ViTTrainer(Trainer):
         self.add_callback(_Hooks(self))
         if self.args.task == "image-classification":
             self.add_callback(LossWatch())
+        if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
+            self.add_callback(ProgressByTime(lambda: self._progress))
         self.stage = stage
         self.sampler: EpochSampler | None = None
         self.stopped = False  # by SIGTERM
