@@ -35,6 +35,7 @@ from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, choose_muon_dtype
+from hf_vit_scratch.training import steps as training_steps
 from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], Change | None]] = {
 
 @contextlib.contextmanager
 def changed(change: Change | None) -> Iterator[None]:
-    """Let every classifier of `train.py` be built with a change."""
+    """Let every classifier of a run be built with a change."""
 
     class Changed(ViTScratchForImageClassification):
         def __init__(self, config: ViTScratchConfig):
@@ -103,7 +104,7 @@ def changed(change: Change | None) -> Iterator[None]:
             if change is not None:
                 change(self)
 
-    with mock.patch.object(train, "ViTScratchForImageClassification", Changed):
+    with mock.patch.object(training_steps, "ViTScratchForImageClassification", Changed):
         yield
 
 
@@ -113,7 +114,7 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
     config = ViTScratchConfig(**chosen | {"num_labels": 10})
     tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
     config._attn_implementation = choose_attention("cpu", tokens, BF16)
-    return train.ViTScratchForImageClassification(config)
+    return training_steps.ViTScratchForImageClassification(config)
 
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:

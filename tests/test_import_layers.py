@@ -15,8 +15,10 @@ def own_imports(module: Path) -> set[Path]:
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / module).with_suffix(".py").read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.module is not None, "the Hub does not follow `from . import x`"
-            found.add(Path(*module.parts[: len(module.parts) - node.level], *node.module.split(".")))
+            source = Path(*module.parts[: len(module.parts) - node.level], *(node.module or "").split("."))
+            is_folder = (PACKAGE / source).is_dir()
+            assert not (is_folder and module.parts[0] == "model"), "the Hub does not follow `from . import x`"
+            found |= {source / alias.name for alias in node.names} if is_folder else {source}
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(name.startswith("hf_vit_scratch") for name in names), "import with leading dots"

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from test_train_script import ROOT, SMALL, train
 
+from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.training import sanity_check
 
 
@@ -85,13 +86,13 @@ def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, m
 
 
 def test_parameters_without_a_gradient_are_named(capsys, tmp_path, monkeypatch):
-    init = train.ViTScratchForImageClassification.__init__
+    init = ViTScratchForImageClassification.__init__
 
     def with_unused(self, config):
         init(self, config)
         self.unused = torch.nn.Linear(2, 2)
 
-    monkeypatch.setattr(train.ViTScratchForImageClassification, "__init__", with_unused)
+    monkeypatch.setattr(ViTScratchForImageClassification, "__init__", with_unused)
 
     _, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))
 

@@ -17,9 +17,12 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
 from transformers.trainer_utils import PredictionOutput
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForMaskedImageModeling
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation import report
+from hf_vit_scratch.training import steps
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -69,7 +72,7 @@ def test_run_leaves_its_results(run):
 
 def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(train, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(steps, "onednn_is_faster", lambda: True)
     dtypes = set()
 
     def remember(module, args, output):
@@ -134,7 +137,7 @@ def test_mistakes_of_before_a_resumption_go(tmp_path):
     (tmp_path / "mistakes.png").write_text("an older one")
     summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
 
-    train.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
+    report.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
 
     assert not (tmp_path / "mistakes.png").exists()
 
@@ -230,11 +233,11 @@ def test_saved_model_can_be_started_from(run, tmp_path):
 @pytest.mark.parametrize(("names", "is_new"), [(["a", "b", "c"], False), (["a", "c", "b"], True)])
 def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_new, tmp_path):
     config = ViTScratchConfig(**TINY | {"num_labels": 3, "id2label": dict(enumerate("abc"))})
-    saved = randomize_(train.ViTScratchForImageClassification(config), 0.2)
+    saved = randomize_(ViTScratchForImageClassification(config), 0.2)
     saved.save_pretrained(tmp_path)
     wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate(names)))
 
-    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+    loaded = steps.load_model(ViTScratchForImageClassification, str(tmp_path), wanted)
 
     assert torch.equal(loaded.vit.layers[0].mlp.fc1.weight, saved.vit.layers[0].mlp.fc1.weight)
     assert torch.equal(loaded.classifier.weight, saved.classifier.weight) != is_new
@@ -242,20 +245,20 @@ def test_classifier_of_a_saved_model_stays_for_the_same_classes_only(names, is_n
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_new_classifier_is_of_the_saved_models_precision(number, tmp_path):
-    saved = train.ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"num_labels": 3})).bfloat16()
+    saved = ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"num_labels": 3})).bfloat16()
     saved.save_pretrained(tmp_path)
     wanted = ViTScratchConfig.from_pretrained(tmp_path, id2label=dict(enumerate("abcd"[:number])))
 
-    loaded = train.load_model(train.ViTScratchForImageClassification, str(tmp_path), wanted)
+    loaded = steps.load_model(ViTScratchForImageClassification, str(tmp_path), wanted)
 
     assert loaded.classifier.weight.dtype == torch.bfloat16
     assert loaded.classifier.out_features == number
 
 
 def test_image_processor_of_a_saved_model_does_not_crop(tmp_path, class_folders):
-    train.ViTScratchForImageClassification(
-        ViTScratchConfig(**TINY | {"image_size": 16, "patch_size": 8})
-    ).save_pretrained(tmp_path / "model")
+    ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"image_size": 16, "patch_size": 8})).save_pretrained(
+        tmp_path / "model"
+    )
     ViTImageProcessor(size={"height": 20, "width": 20}, do_center_crop=True, crop_size=16).save_pretrained(
         tmp_path / "model"
     )
@@ -268,7 +271,7 @@ def test_image_processor_of_a_saved_model_does_not_crop(tmp_path, class_folders)
 
 
 def test_saved_model_without_an_image_processor_is_refused(tmp_path):
-    train.ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
+    ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("data: digits\n")
     with pytest.raises(UserError, match=r"model holds no preprocessor_config\.json, which says how its images were"):
@@ -396,7 +399,7 @@ def test_error_within_training_keeps_its_type(tmp_path, monkeypatch):
         self._logged_time = 0.0
         raise ValueError("a fault of the program")
 
-    monkeypatch.setattr(train.ViTTrainer, "training_step", fail)
+    monkeypatch.setattr(ViTTrainer, "training_step", fail)
     with pytest.raises(ValueError, match=r"a fault of the program") as error:
         train.main([*SMALL, "--output_dir", str(tmp_path)])
     assert not isinstance(error.value, UserError)
@@ -414,10 +417,8 @@ def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise ConnectionError("no route\nto the Hub")
 
-    monkeypatch.setattr(
-        train.ViTTrainer, "init_hf_repo", lambda trainer: setattr(trainer, "hub_model_id", "me/digits")
-    )
-    monkeypatch.setattr(train.ViTTrainer, "push_to_hub", fail)
+    monkeypatch.setattr(ViTTrainer, "init_hf_repo", lambda trainer: setattr(trainer, "hub_model_id", "me/digits"))
+    monkeypatch.setattr(ViTTrainer, "push_to_hub", fail)
     argv = [*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--push_to_hub", "true"]
 
     with pytest.raises(

@@ -1,0 +1,337 @@
+"""The steps of a training run, in the order in which `train.py` takes them."""
+
+import logging
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import DatasetDict, IterableDataset
+from transformers import ViTImageProcessor, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import IMAGE_PROCESSOR_NAME
+
+from ..data.augmentation import training_stages
+from ..data.dataset import ImageClassificationDataset
+from ..data.masking import MaskedImageDataset
+from ..data.mixup import Mixup
+from ..data.splits import fingerprint, load_splits
+from ..data.streaming import ImageClassificationStream, stream_splits
+from ..errors import UserError, blame_the_user
+from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
+from ..model.configuration_vit_scratch import ViTScratchConfig
+from ..model.modeling_vit_scratch import (
+    ViTScratchForImageClassification,
+    ViTScratchForMaskedImageModeling,
+    ViTScratchPreTrainedModel,
+)
+from ..speed import hardware
+from ..speed.linear import onednn_is_faster
+from . import auto_config
+from .arguments import Arguments, ModelArguments, refuse_labels
+from .recipe import model_config, stage_arguments
+from .run_directory import IMAGES_LINE, chosen_before, refuse_other_images
+from .trainer import ViTTrainer, advising_on_memory
+from .whitening import NUM_PATCHES, whiten_patches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Data:
+    """Images and labels of a run.
+
+    Args:
+        splits: The rows of `train` (not of a stream), `validation` and `test`.
+        stream: The training rows, if they are read while training.
+    """
+
+    splits: DatasetDict
+    stream: IterableDataset | None = None
+    label_names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label_names = self.splits["validation"].features["label"].names
+
+
+@dataclass
+class Choices:
+    """What follows from arguments, images and machine.
+
+    Args:
+        config: The model's configuration.
+        start: The saved model to start from; `None` for random weights.
+        recipe: The resolved recipe as YAML, with every choice and its reason.
+    """
+
+    config: ViTScratchConfig
+    start: str | None
+    recipe: str
+
+
+def is_masked(args: Arguments) -> bool:
+    """Return whether the run learns without labels."""
+    return args[-1].task == "masked-image-modeling"
+
+
+def check_and_seed(args: Arguments) -> None:
+    """Check what no other step checks, and seed all random numbers: the first weights are part of the run.
+
+    Raises:
+        UserError: An argument cannot be used.
+    """
+    training = args[-1]
+    if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
+        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
+    if is_masked(args):
+        refuse_labels(args)
+    with blame_the_user():
+        set_seed(training.seed)
+
+
+def load_data(args: Arguments) -> Data:
+    """Load the splits that the arguments name.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    _, data_args, _, _, training = args
+    if data_args.streaming:
+        with training.main_process_first(desc="data"):  # it downloads what the others then find
+            data = Data(*reversed(stream_splits(**data_args.for_streaming(training), seed=training.seed)))
+    else:
+        data = Data(load_splits(**data_args.for_loading(), seed=training.seed, labelled=not is_masked(args)))
+    for name, rows in data.splits.items():
+        if len(rows) < training.world_size:
+            raise UserError(
+                f"{training.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
+            )
+    return data
+
+
+def make_choices(args: Arguments, recipe: str, data: Data, checkpoint: str | None) -> Choices:
+    """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
+
+    Args:
+        args: Changed in place.
+        recipe: What the recipe and the flags have set, as YAML.
+        data: The images.
+        checkpoint: The checkpoint to resume from. Its run's choices are made again.
+    """
+    model_args, _, _, _, training = args
+    given = set(yaml.safe_load(recipe))
+    if data.stream is None:
+        refuse_other_images(checkpoint, images := fingerprint(data.splits))
+        recipe += f"{IMAGES_LINE}{images}\n"
+    chosen: list[auto_config.Choice] = []
+    if training.fit_to_images:
+        adopted = chosen_before(checkpoint, given)
+        auto_config.set_fields(args, adopted)
+        given |= adopted.keys()
+        recipe += yaml.safe_dump(adopted, sort_keys=False) if adopted else ""
+        chosen = auto_config.fit_sizes(args, data.splits["train"], given)
+
+    config, start = model_config(model_args, data.label_names)
+    of_machine = hardware.choose(training, config, given)
+    if training.device.type == "cpu" and onednn_is_faster():
+        of_machine.append(
+            "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
+        )
+    if of_machine:
+        logger.info("Chosen for this machine (a flag overrides it):\n  %s", "\n  ".join(of_machine))
+        recipe += "".join(f"# chosen: {choice}\n" for choice in of_machine)
+    if training.fit_to_images:
+        chosen += auto_config.fit_length(args, config, len(data.splits["train"]), given)
+        logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(map(str, chosen)))
+        recipe += "".join(f"# {choice.reason}\n{yaml.safe_dump(choice.values, sort_keys=False)}" for choice in chosen)
+    if training.check:
+        training.torch_compile = False  # it takes longer than the check
+    return Choices(config, start, recipe)
+
+
+def build_image_processor(choices: Choices) -> ViTImageProcessor:
+    """Build the image processor, with the normalization of the saved model if training starts from one.
+
+    Raises:
+        UserError: The saved model has no image processor.
+    """
+    start = choices.start
+    size = dict(zip(("height", "width"), choices.config.image_height_width, strict=True))
+    if start is None:
+        return ViTImageProcessor(size=size, do_convert_rgb=True)
+    try:
+        # What it would crop to is another size.
+        return ViTImageProcessor.from_pretrained(start, size=size, do_center_crop=False)
+    except OSError as error:
+        raise UserError(
+            f"--model {start} holds no {IMAGE_PROCESSOR_NAME}, which says how its images were normalised. Save an "
+            f'image processor there, such as ViTImageProcessor(do_convert_rgb=True).save_pretrained("{start}").'
+        ) from error
+
+
+def build_model(args: Arguments, choices: Choices) -> ViTScratchPreTrainedModel:
+    """Build the model, with random weights or those of the saved model.
+
+    Raises:
+        UserError: The saved model does not fit, or the configuration is impossible for the task.
+    """
+    training = args[-1]
+    if training.whiten_patches and (choices.start is not None or args[1].streaming):
+        with_what = "--streaming, which has no images at hand" if args[1].streaming else "the saved model of --model"
+        raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
+    with blame_the_user():
+        model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
+        if choices.start is None:
+            return model_class(choices.config)
+        return load_model(model_class, choices.start, choices.config)
+
+
+def load_model(
+    model_class: type[ViTScratchPreTrainedModel], path: str, config: ViTScratchConfig
+) -> ViTScratchPreTrainedModel:
+    """Load the encoder of a saved model. Its head is new if the saved one is missing or has other classes.
+
+    Raises:
+        UserError: The saved model is not one for this configuration.
+    """
+    loaded: Any = model_class.from_pretrained(
+        path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    model, found = loaded
+    mismatched = {entry[0] for entry in found["mismatched_keys"]}
+    wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
+    heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
+    wrong = {name for name in wrong if not name.startswith(heads)}
+    saved = ViTScratchConfig.from_pretrained(path)
+    if wrong:
+        fields = [name for name in vars(ModelArguments()) if getattr(config, name, 0) != getattr(saved, name, 0)]
+        changed = ", ".join(f"{name} {getattr(config, name)} (saved: {getattr(saved, name)})" for name in fields)
+        raise UserError(
+            f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
+        )
+    if hasattr(model, "classifier") and saved.id2label != config.id2label:
+        for parameter in model.classifier.parameters():  # loaded, where there are as many classes
+            parameter._is_hf_initialized = False
+        model._init_weights(model.classifier)
+        logger.info("The classes are not those of %s: the classifier begins anew.", path)
+    return model
+
+
+def build_trainer(
+    args: Arguments,
+    data: Data,
+    choices: Choices,
+    model: ViTScratchPreTrainedModel,
+    image_processor: ViTImageProcessor,
+) -> tuple[ViTTrainer, ImageClassificationDataset]:
+    """Build the trainer with its datasets, and whiten the patch embedding if that is asked for.
+
+    Returns:
+        The trainer, and the test split.
+
+    Raises:
+        UserError: An argument cannot be used.
+    """
+    _, data_args, augmentation, mixing, training = args
+    config, seed, masked = choices.config, training.seed, is_masked(args)
+    stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation, config))
+    # The Trainer's own smoothing would take the labels from the model, in evaluation too.
+    mixup = Mixup(len(data.label_names), **vars(mixing), label_smoothing=training.label_smoothing_factor)
+    training.label_smoothing_factor = 0.0
+    data_seed = seed if training.data_seed is None else training.data_seed
+    dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
+    if masked:
+        dataset_class = partial(
+            MaskedImageDataset,
+            patch_size=config.patch_height_width,
+            mask_ratio=training.mask_ratio,
+            mask_patch_size=training.mask_patch_size,
+        )
+    train_dataset: ImageClassificationDataset | ImageClassificationStream
+    if data.stream is not None:
+        steps, batches_per_step = training.max_steps, training.gradient_accumulation_steps
+        train_dataset = ImageClassificationStream(
+            data.stream, image_processor, stages, mixup, data_seed,
+            batch_size=training.per_device_train_batch_size,
+            stage_of_batch=[stage(step / steps) for step in range(steps) for _ in range(batches_per_step)],
+            process=(training.process_index, training.world_size),
+            skip_corrupt=data_args.corrupt_images == "skip",
+        )  # fmt: skip
+    else:
+        train_dataset = dataset_class(data.splits["train"], image_processor, stages, mixup, data_seed)
+        if training.whiten_patches:
+            if training.dataloader_num_workers == 0:
+                train_dataset.cache_on_device(training.device)
+            sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
+            whiten_patches(model, sample["pixel_values"].to(model.device))
+    with blame_the_user():
+        trainer = ViTTrainer(
+            model=model,
+            args=training,
+            train_dataset=train_dataset,
+            eval_dataset=dataset_class(data.splits["validation"], image_processor),
+            processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
+            compute_metrics=None if masked else compute_metrics,
+            preprocess_logits_for_metrics=None if masked else summarize_logits,
+            stage=stage,
+        )
+    logger.info(
+        "%.2fM parameters; %s; %d classes; training on %s",
+        model.num_parameters() / 1e6,
+        ", ".join(f"{len(rows)} {name}" for name, rows in data.splits.items()),
+        len(data.label_names),
+        training.device,
+    )
+    return trainer, dataset_class(data.splits["test"], image_processor)
+
+
+def train(trainer: ViTTrainer, choices: Choices, checkpoint: str | None, command: str) -> None:
+    """Write the recipe, train, and save the model; end the process if SIGTERM stopped it.
+
+    A run is resumed if the user says so, never by a guess.
+
+    Args:
+        trainer: Changed by training.
+        choices: Its recipe is written beside the run.
+        checkpoint: The checkpoint to resume from.
+        command: The command line that repeats the run.
+
+    Raises:
+        UserError: Training cannot start, or ran out of memory.
+    """
+    training, output_dir = trainer.args, Path(trainer.args.output_dir)
+    if training.should_save:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "recipe.yaml").write_text(f"# {command}\n{choices.recipe}", encoding="utf-8")
+    with blame_the_user(until=lambda: trainer.has_started), advising_on_memory(training):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.stopped:
+        trainer.accelerator.end_training()
+        logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)
+        sys.exit(128 + signal.SIGTERM)
+    # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
+    trainer.save_model(_internal_call=True)
+
+
+def push(trainer: ViTTrainer) -> None:
+    """Push the finished run to the Hub, if that is asked for.
+
+    Raises:
+        UserError: The Hub cannot be reached; the message has the command that tries again.
+    """
+    if not trainer.args.push_to_hub:
+        return
+    output_dir = Path(trainer.args.output_dir)
+    try:
+        trainer.push_to_hub()
+    except Exception as error:
+        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
+        again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
+        reason = " ".join(str(error).split())
+        raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
