@@ -53,9 +53,9 @@ def convert(
         source: A folder, or a name on the Hub, of a transformers ViT or a timm model; or a file of weights of timm's
             or torchvision's `VisionTransformer` (`.safetensors`, `.pth`, `.bin`).
         destination: A folder that does not exist or is empty.
-        num_attention_heads: For a file of weights, which does not say it. Known for the published sizes.
-        image_size: For a file of weights of images that are not square: height and width in pixels.
-        pooling: For a file of weights: `"cls"` or `"mean"`.
+        num_attention_heads: Number of heads, which a file of weights does not say. Known for the published sizes.
+        image_size: Height and width in pixels, for a file of weights of images that are not square.
+        pooling: `"cls"` or `"mean"`, for a file of weights.
 
     Raises:
         UserError: The source cannot be read or converted, or the destination holds something.

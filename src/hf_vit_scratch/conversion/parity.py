@@ -121,8 +121,8 @@ class Peer:
     """An independent implementation to be measured against.
 
     Args:
-        name: For the table.
-        package: What must be installed.
+        name: Name in the table.
+        package: Package that must be installed.
         build: Makes a small model of it.
         to_ours: Converts such a model.
         to_theirs: Converts one of ours.
@@ -231,9 +231,9 @@ def measure(
     Args:
         peer: The other implementation.
         direction: `"from"`, random parameters there and ours converted, or `"to"`, the reverse.
-        dtype: Of parameters and pixels.
+        dtype: Precision of parameters and pixels.
         std: Standard deviation of all parameters.
-        seed: Of parameters, pixels and mask.
+        seed: Seed of parameters, pixels and mask.
         spoil: A change to our model before the comparison, for tests.
 
     Returns:

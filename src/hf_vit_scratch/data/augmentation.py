@@ -163,7 +163,7 @@ def training_stages(
         initial_image_size: Those of the first stage.
         initial_image_size_fraction: Share of training that the first stage lasts.
         augmentation_off_fraction: Share of training that the last stage lasts.
-        augmentation: As of `Augmentation`.
+        augmentation: Arguments of `Augmentation`.
 
     Returns:
         The augmentations, `None` for the stage without one; and the number of the stage from the share of training

@@ -78,7 +78,7 @@ class BatchTransform:
         Args:
             images: N of any sizes, or uint8 (N, 3, height, width) on any device.
             labels: Class ids (N,).
-            keys: Of each image.
+            keys: Key of each image: the epoch, and what tells it from the others.
             augment: `None` for nothing random.
             own: Places of the B images that make up the batch.
             partners: By its number in the batch, for each image that is mixed, the place of the other.
@@ -121,7 +121,7 @@ class BatchTransform:
         """What is done to a whole batch: mix and normalise.
 
         Args:
-            batch: Of `begin`, on any device, with other entries or not; or one that is finished, which stays as it is.
+            batch: Result of `begin`, on any device, with or without other entries. A finished batch stays as it is.
 
         Returns:
             The same with `pixel_values`, float (B, 3, height, width), in the place of what they are made of.

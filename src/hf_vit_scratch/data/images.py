@@ -34,7 +34,7 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
 
     Args:
         folder: Where to look.
-        folder_links: What to do with links to folders: `"skip"`, `"follow"`, each folder once, or `"refuse"`.
+        folder_links: Policy for links to folders: `"skip"`, `"follow"` (each folder once), or `"refuse"`.
 
     Raises:
         UserError: There is a link to a folder, and `folder_links` is `"refuse"`.
@@ -108,8 +108,8 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
     Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
 
     Args:
-        row: As of `open_image`.
-        name: As of `open_image`.
+        row: The image, as in `open_image`.
+        name: Its name in an error, as in `open_image`.
         enough: Pixels on each side from which on the image may be smaller than it is. The decoder of JPEG then reads
             a half, a quarter or an eighth of the pixels, in a fraction of the time.
 
@@ -143,8 +143,8 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
     """Width and height of an encoded image, upright, in pixels, and its mode, by its header.
 
     Args:
-        row: As of `open_image`.
-        name: As of `open_image`.
+        row: The image, as in `open_image`.
+        name: Its name in an error, as in `open_image`.
 
     Raises:
         UserError: It cannot be opened.

@@ -24,11 +24,11 @@ class MaskedImageDataset(ImageClassificationDataset):
     augmentation does.
 
     Args:
-        arguments: As of `ImageClassificationDataset`, but for mixing.
+        arguments: Arguments of `ImageClassificationDataset`, except for mixing.
         patch_size: Height and width of a patch, pixels.
         mask_ratio: Share of the units that are masked.
         mask_patch_size: Side of a unit, pixels; `None` for that of a patch.
-        options: As of `ImageClassificationDataset`, but for mixing.
+        options: Options of `ImageClassificationDataset`, except for mixing.
 
     Raises:
         UserError: The ratio or the size of a unit is impossible.
@@ -89,7 +89,7 @@ def plot_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, pa
 
     Args:
         model: A `ViTScratchForMaskedImageModeling`.
-        dataset: Of its image size.
+        dataset: Images of the size that the model takes.
         path: The file to write.
         count: Number of images.
     """

@@ -57,7 +57,7 @@ def load_splits(
 
     Args:
         data: `"digits"`, a folder, a parquet file, or the name of a dataset on the Hub, in this order of trying.
-        data_config: Which configuration of a dataset on the Hub, where it has several.
+        data_config: Configuration of a dataset on the Hub that has several.
         image_column: Column of the images; `None` finds it by its type.
         label_column: Column of the labels; `None` finds it by its type, or by the name `label` or `labels`.
         train_split: The source's split to train on.
@@ -65,7 +65,7 @@ def load_splits(
         test_split: The source's split to report on; `None` for the one of that name, else cut from train.
         validation_fraction: Share of train to cut for validation where the source has none.
         test_fraction: Share of train to cut for testing where the source has none.
-        corrupt_images: What to do with images that cannot be decoded: `"raise"` names the first one when it is met;
+        corrupt_images: Policy for images that cannot be decoded: `"raise"` names the first one when it is met;
             `"skip"` decodes every image once at the start, leaves those out, and names them all.
         follow_links: Whether links in a folder, or paths in parquet files, may lead out of it; those of a stranger
             could take in your own images.

@@ -61,7 +61,7 @@ def stream_splits(
 
     Args:
         data: The name of a dataset on the Hub, or a parquet file, or a folder of them.
-        data_config: As of `load_splits`, like the other arguments.
+        data_config: Argument of `load_splits`, like all others.
         image_column: Column of the images; `None` finds it by its type.
         label_column: Column of the labels, which must be of the type `ClassLabel`; `None` finds it by its type.
         train_split: The source's split to train on.
@@ -151,7 +151,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
 
     Args:
         rows: The stream of `stream_splits`.
-        image_processor: As of `ImageClassificationDataset`, like stages, mixing and seed.
+        image_processor: Argument of `ImageClassificationDataset`, like stages, mixing and seed.
         stages: The augmentation of each stage of training.
         mixing: Makes the targets of training.
         seed: Seed of the order, augmentation and mixing.

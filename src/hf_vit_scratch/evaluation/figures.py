@@ -19,7 +19,7 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw loss, accuracy, learning rate and throughput over the steps of a run into a PNG file.
 
     Args:
-        log_history: Of the Trainer's state.
+        log_history: Log of the Trainer's state.
         path: The file to write.
     """
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
@@ -76,7 +76,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     area the number of images in it.
 
     Args:
-        bins: Of `metrics.detailed_report`.
+        bins: Calibration bins of `metrics.detailed_report`.
         error: The expected calibration error.
         path: The file to write.
     """

@@ -62,8 +62,8 @@ def make_card(
     Args:
         runs: Folders that `train.py` has left; details are those of the first.
         output: The Markdown file to write.
-        name: Of the model; by default that of the first folder.
-        data: What the images are, where the recipe names a local folder.
+        name: Name of the model; by default that of the first folder.
+        data: Description of the images, for a recipe that names a local folder.
         license: An identifier of the Hub, such as `"apache-2.0"`; it is yours to choose.
 
     Raises:
@@ -166,7 +166,7 @@ def make_short_card(
     Args:
         model: A model of ours.
         output: The Markdown file to write.
-        name: Of the model.
+        name: Name of the model.
         status: One sentence on its training.
         license: An identifier of the Hub.
     """

@@ -149,7 +149,7 @@ def predict(
 
     Args:
         classifier: From `load_classifier`.
-        paths: Of the images.
+        paths: Files of the images.
         top_k: How many classes to give, best first; at most all.
         batch_size: Images that the model computes at once.
         num_workers: Processes that decode; 0 for the main process.

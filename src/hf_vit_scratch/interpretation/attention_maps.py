@@ -140,7 +140,7 @@ def over_patches(
         weights: (..., N, N), of `attention` or `rollout`.
         grid: rows and cols.
         patch: Row and column of the patch that takes, from 0; `None` for the vector that a classifier reads.
-        pooling: What that vector is, `config.pooling`: cls or mean, of the patches. `None` for the class token where
+        pooling: Kind of that vector, `config.pooling`: cls or mean, of the patches. `None` for the class token where
             there is one; but a model can have one and read the mean.
 
     Returns:

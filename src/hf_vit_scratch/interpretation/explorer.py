@@ -118,7 +118,7 @@ class Explorer:
 
     Args:
         classifier: From `load_classifier`.
-        name: Of the model, for the page.
+        name: Name of the model on the page.
 
     Raises:
         UserError: It is not a model of this package.
@@ -234,9 +234,9 @@ def picture_html(pixels: NDArray[np.uint8], alt: str, shape: tuple[float, float]
 
     Args:
         pixels: (height, width, 3).
-        alt: What a screen reader says.
+        alt: Text for screen readers.
         shape: Height and width, for the proportions.
-        marks: Of `marks_html`.
+        marks: Result of `marks_html`.
     """
     data = base64.b64encode(encode(Image.fromarray(np.ascontiguousarray(pixels)))).decode()
     height, width = shape
@@ -365,8 +365,8 @@ def load_examples(folder: str | None = None, labels: Iterable[str] = ()) -> list
     """Names and files of images that the page offers.
 
     Args:
-        folder: Of images, of which the first `NUM_EXAMPLES` are taken; `None` for some that ship inside scikit-learn.
-        labels: Of the model; where they are digits, so are the examples, else photographs.
+        folder: Folder of images; the first `NUM_EXAMPLES` are taken. `None` for some that scikit-learn ships.
+        labels: Labels of the model. If they are digits, so are the examples, else photographs.
 
     Raises:
         UserError: The folder holds no image, or one that the page would refuse.

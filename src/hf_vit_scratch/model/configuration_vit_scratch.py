@@ -69,7 +69,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
             and, beside them, axial rotary positions on queries and keys.
         qk_norm: Whether queries and keys are RMS-normalised per head.
-        pooling: What the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens.
+        pooling: Token that the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens.
         use_cls_token: Whether there is a class token; `None` for exactly where `pooling` reads it. With mean pooling
             it takes part in attention only, as in timm's `global_pool="avg"` and in MAE.
         fc_norm: Whether the final LayerNorm of pre-LN comes after the pooling instead of before it; timm's word.

@@ -186,7 +186,7 @@ def vit(
         num_heads: Number of attention heads.
         norm_first: Pre-LN or post-LN.
         eps: Added to the variance by every norm.
-        mask: Which token may attend to which, 1 or 0, (N, N).
+        mask: (N, N), 1 where token i may attend to token j, else 0.
 
     Returns:
         The embeddings and each layer's output, (N, d) each; the last hidden state (N, d), normalised; and each layer's

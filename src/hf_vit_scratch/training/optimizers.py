@@ -44,8 +44,8 @@ def parameter_groups(
 
     Args:
         model: A model of ours.
-        learning_rate: Of the head, and without layer decay of all.
-        weight_decay: Of `decayed_parameters`.
+        learning_rate: Learning rate of the head; without layer decay, of all parameters.
+        weight_decay: Weight decay of `decayed_parameters`.
         layer_decay: Each layer's rate as a share of the next layer's (Clark et al. 2020, ELECTRA,
             https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021, BEiT, https://arxiv.org/abs/2106.08254):
             layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)`.
@@ -92,7 +92,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     Args:
         matrices: (n, rows, cols), in the precision of the iteration.
         coefficients: a, b and c.
-        steps: Of the iteration.
+        steps: Number of iterations.
         eps: Least norm by which a matrix is divided at first.
 
     Returns:
@@ -116,9 +116,9 @@ class BatchedMuon(torch.optim.Muon):
     Matrices that are spread over devices (FSDP) go one by one, as in torch, in bfloat16.
 
     Args:
-        params: Of `torch.optim.Muon`.
+        params: Parameters or groups, as in `torch.optim.Muon`.
         dtype: Precision of the products; torch's is bfloat16 everywhere.
-        options: Of `torch.optim.Muon`.
+        options: Options of `torch.optim.Muon`.
     """
 
     def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, **options: Any):
@@ -162,8 +162,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     equation 4), so that one learning rate and one weight decay serve both.
 
     Args:
-        groups: Of `parameter_groups`, with `"muon"` in each.
-        muon_dtype: Of `BatchedMuon`.
+        groups: Result of `parameter_groups`, with `"muon"` in each group.
+        muon_dtype: Precision of the products, as in `BatchedMuon`.
         adamw: Arguments of AdamW.
     """
 
@@ -214,11 +214,11 @@ def schedule_by_progress(
     """A schedule of transformers that follows the share of training done instead of the number of steps.
 
     Args:
-        name: Of `transformers.get_scheduler`.
+        name: Name of the schedule, as in `transformers.get_scheduler`.
         optimizer: Whose rates are set at each step.
         progress: The share of training that is done, 0 to 1; asked at each step.
         warmup_fraction: The share that warms up.
-        scheduler_kwargs: Of that schedule; numbers of steps in it count out of 10,000.
+        scheduler_kwargs: Options of that schedule; its numbers of steps count out of 10,000.
 
     Raises:
         UserError: The schedule follows a metric instead of the steps.

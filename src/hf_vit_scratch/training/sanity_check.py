@@ -33,8 +33,8 @@ def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     moves in the first seconds of real training.
 
     Args:
-        trainer: As for training; its model is used up.
-        splits: Of `load_splits`.
+        trainer: Trainer before training; its model is used up.
+        splits: Result of `load_splits`.
         output_dir: Where `samples.png` is written.
 
     Returns:

@@ -120,7 +120,7 @@ def make_choices(args: Arguments, recipe: str, data: Data, checkpoint: str | Non
 
     Args:
         args: Changed in place.
-        recipe: What the recipe and the flags have set, as YAML.
+        recipe: Values set by the recipe and the flags, as YAML.
         data: The images.
         checkpoint: The checkpoint to resume from. Its run's choices are made again.
     """

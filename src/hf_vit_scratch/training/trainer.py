@@ -76,9 +76,9 @@ class ViTTrainer(Trainer):
     `best` and `last` to them, a stop at SIGTERM and at a loss that is not finite, and throughput in the log.
 
     Args:
-        args: As of the stock Trainer.
+        args: Arguments of the stock Trainer.
         stage: The stage of training from the share of it that is done.
-        kwargs: As of the stock Trainer; `args` must be `ViTTrainingArguments`.
+        kwargs: Options of the stock Trainer; `args` must be `ViTTrainingArguments`.
     """
 
     args: ViTTrainingArguments
@@ -484,7 +484,7 @@ class ViTTrainer(Trainer):
         Args:
             license: An identifier of the Hub; by default that of the arguments.
             model_name: By default the name of the run's folder.
-            kwargs: Of the stock Trainer's; for a model that is not ours only, as the run itself says what they would.
+            kwargs: Options of the stock Trainer, used for models of other classes only.
         """
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, **kwargs)
