@@ -8,11 +8,13 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
 # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size.
@@ -254,70 +256,33 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             TypeError: A field has the wrong type.
             ValueError: A field, or a combination of fields, is impossible.
         """
-        # Imported here: the activations bring in torch, which is not needed to read a configuration's class.
-        from transformers.activations import ACT2FN
-
-        sizes = ["image_size", "patch_size"] + ([] if self.encoder_stride is None else ["encoder_stride"])
-        for name in sizes:
-            size = getattr(self, name)
-            if not (_is_integer(size) or (isinstance(size, list | tuple) and all(map(_is_integer, size)))):
-                raise TypeError(f"{name} must be an integer or a [height, width] pair of integers, got {size!r}.")
-            if isinstance(size, list | tuple) and len(size) != 2:
-                raise ValueError(f"{name} must be one number or a [height, width] pair, got {size!r}.")
-            if min(_pair(size)) < 1:
-                raise ValueError(f"{name} must be at least 1 pixel, got {size!r}.")
-            if max(_pair(size)) > MOST:
-                raise ValueError(f"{name} must be at most {MOST} pixels, got {size!r}.")
-
-        counts = ["num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
-        if self.classifier_hidden_size is not None:
-            counts.append("classifier_hidden_size")
-        for name in counts:
-            count = getattr(self, name)
-            if not _is_integer(count):
-                raise TypeError(f"{name} must be an integer, got {count!r}.")
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
-            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-            if count > most:
-                raise ValueError(f"{name} must be at most {most}, got {count}.")
-
-        positive = ["layer_norm_eps", "initializer_range"]
-        if self.patch_initializer_range is not None:
-            positive.append("patch_initializer_range")
-        for name in positive:
-            number = getattr(self, name)
-            if not _is_number(number):
-                raise TypeError(f"{name} must be a number, got {number!r}.")
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {number}.")
-
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
-            probability = getattr(self, name)
-            if not _is_number(probability):
-                raise TypeError(f"{name} must be a number, got {probability!r}.")
-            if not 0 <= probability < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {probability}.")
-
-        for name in ("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.use_cls_token, bool | None):
-            raise TypeError(f"use_cls_token must be True, False or None, got {self.use_cls_token!r}.")
-
+        for names, is_of_type, type_in_words, is_valid, in_words in FIELD_RULES:
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in OPTIONAL_FIELDS:
+                    continue
+                if not is_of_type(value):
+                    raise TypeError(f"{name} must be {type_in_words}, got {value!r}.")
+                if not is_valid(value):
+                    raise ValueError(f"{name} must be {in_words}, got {value!r}.")
         for name, choices in (
             ("position_embedding_type", POSITION_EMBEDDING_TYPES),
             ("pooling", POOLINGS),
             ("hidden_act", tuple(ACT2FN)),
             ("classifier_act", tuple(ACT2FN)),
+            ("problem_type", PROBLEM_TYPES),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
-        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
-            raise ValueError(
-                f"problem_type must be None or one of {', '.join(PROBLEM_TYPES)}; got {self.problem_type!r}."
-            )
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name in OPTIONAL_FIELDS):
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+        self._validate_combinations()
 
+    def _validate_combinations(self) -> None:
+        """Check what must hold between fields.
+
+        Raises:
+            ValueError: A combination is impossible.
+        """
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:
@@ -326,7 +291,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"encoder_stride must be None or equal patch_size ({self.patch_size}), got {self.encoder_stride!r}."
             )
-
         for axis, image, patch in zip(
             ("height", "width"), self.image_height_width, self.patch_height_width, strict=True
         ):
@@ -367,8 +331,70 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_size(value: object) -> bool:
+    return _is_integer(value) or (isinstance(value, list | tuple) and all(map(_is_integer, value)))
+
+
+def _is_valid_size(size: Any) -> bool:
+    return (_is_integer(size) or len(size) == 2) and 1 <= min(_pair(size)) and max(_pair(size)) <= MOST
+
+
 def _nearest(image: int, patch: int) -> str:
     """Suggest the nearest image size that `patch` divides, and the nearest patch sizes that divide `image`."""
     below = max((size for size in range(1, patch) if image % size == 0), default=1)
     above = min((size for size in range(patch, image + 1) if image % size == 0), default=image)
     return f"Use image size {max(1, round(image / patch)) * patch}, or patch size {below} or {above}."
+
+
+OPTIONAL_FIELDS = (
+    "encoder_stride",
+    "classifier_hidden_size",
+    "patch_initializer_range",
+    "use_cls_token",
+    "problem_type",
+)
+# Names, whether a value is of the right type, that type in words, whether the value is valid, and this in words.
+FIELD_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, Callable[[Any], bool], str], ...] = (
+    (
+        ("image_size", "patch_size", "encoder_stride"),
+        _is_size,
+        "an integer or a [height, width] pair of integers",
+        _is_valid_size,
+        f"one number or a [height, width] pair, from 1 to {MOST} pixels",
+    ),
+    (
+        ("num_channels", "hidden_size", "num_attention_heads", "intermediate_size", "classifier_hidden_size"),
+        _is_integer,
+        "an integer",
+        lambda count: 1 <= count <= MOST,
+        f"from 1 to {MOST}",
+    ),
+    (
+        ("num_hidden_layers",),
+        _is_integer,
+        "an integer",
+        lambda count: 1 <= count <= MOST_LAYERS,
+        f"from 1 to {MOST_LAYERS}",
+    ),
+    (
+        ("layer_norm_eps", "initializer_range", "patch_initializer_range"),
+        _is_number,
+        "a number",
+        lambda number: 0 < number < math.inf,
+        "positive and finite",
+    ),
+    (
+        ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"),
+        _is_number,
+        "a number",
+        lambda probability: 0 <= probability < 1,
+        "at least 0 and below 1",
+    ),
+    (
+        ("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"),
+        lambda value: isinstance(value, bool),
+        "True or False",
+        lambda value: True,
+        "",
+    ),
+)
