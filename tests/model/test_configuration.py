@@ -25,7 +25,7 @@ def test_default_encoder_is_bert_style():
         ({"image_size": [32, 30], "patch_size": 4}, r"image_size \(width 30\) must be divisible"),
         (
             {"image_size": 0},
-            r"image_size must be one number or a \[height, width\] pair, from 1 to 1048576 pixels, got 0",
+            r"image_size must be one number or a .*pair, from 1 to 1048576 pixels, got 0",
         ),
         ({"image_size": [16, 2**40]}, r"image_size must be .* from 1 to 1048576 pixels, got \[16, 1099511627776\]"),
         ({"hidden_size": 2**40}, r"hidden_size must be from 1 to 1048576, got 1099511627776"),

@@ -336,7 +336,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_valid_size(size: Any) -> bool:
-    return (_is_integer(size) or len(size) == 2) and 1 <= min(_pair(size)) and max(_pair(size)) <= MOST
+    return (_is_integer(size) or len(size) == 2) and all(1 <= length <= MOST for length in _pair(size))
 
 
 def _nearest(image: int, patch: int) -> str:
