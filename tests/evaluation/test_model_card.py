@@ -108,15 +108,6 @@ def test_shipped_card_has_the_metadata_of_the_hub_and_the_number_that_the_table_
         assert (path.parent / picture).is_file()
 
 
-def test_run_of_an_older_version_has_a_card(finished_run, tmp_path):
-    folder = finished_run("a")
-    metrics = json.loads((folder / "metrics.json").read_text())
-    del metrics["data_is_on_the_hub"]
-    (folder / "metrics.json").write_text(json.dumps(metrics))
-
-    assert make_card([folder], tmp_path / "card.md").data.datasets == ["owner/animals"]
-
-
 def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
     runs = [finished_run("a", right=3), finished_run("b", right=2), finished_run("c", right=1)]
 

@@ -76,8 +76,7 @@ def make_card(
     report, config, log = reports[0], _read(runs[0] / "config.json"), _read(runs[0] / "log.json")
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     name, source = name or runs[0].resolve().name, recipe.get("data", "digits")
-    # Runs of older versions do not say where their data were.
-    on_the_hub = report.get("data_is_on_the_hub", source != "digits" and not Path(source).expanduser().exists())
+    on_the_hub = report["data_is_on_the_hub"]
     if data is None:
         data = source if on_the_hub else "the digits of scikit-learn" if source == "digits" else "a folder of images"
     start = recipe.get("model", "")
