@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
@@ -66,6 +66,15 @@ class _Hooks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.after_step(control)
+        self._log_first(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log_first(control)
+
+    @staticmethod
+    def _log_first(control: Any) -> None:
+        # The log comes before an evaluation and a checkpoint, and refuses a loss that is not finite.
+        control.should_log |= control.should_evaluate or control.should_save
 
 
 class ViTTrainer(Trainer):
@@ -356,26 +365,19 @@ class ViTTrainer(Trainer):
     def _minutes_trained(self, now: float | None = None) -> float:
         return (self._seconds_before + (now or time.perf_counter()) - self._start_time) / 60
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        control = self.control
-        if (control.should_log or control.should_save or control.should_evaluate) and not torch.isfinite(tr_loss):
-            last = Path(self.args.output_dir) / "last"
-            good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
-            raise UserError(
-                f"The loss is {tr_loss.item()} since step {int(self._first_bad_step)}. {good}. The likely cause is a "
-                f"learning rate that is too high (now {self._get_learning_rate():.3g}), too short a warm-up, or "
-                "16-bit precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower "
-                "--max_grad_norm."
-            )
-        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
-
     def _with_average(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ema is None else self._ema.swapped(self.model)
 
     # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the throughput since the last line, without evaluation and saving, and the minutes that all took."""
+        """Add the throughput since the last line, without evaluation and saving, and the minutes that all took.
+
+        Raises:
+            UserError: The loss is not finite.
+        """
+        if self.is_in_train and not math.isfinite(logs.get("loss", 0.0)):
+            self._refuse_loss(logs["loss"])
         now = time.perf_counter()
         if "loss" in logs and self._logged_time is not None:
             logs["images_per_second"] = round(self._images * self.args.world_size / (now - self._logged_time), 1)
@@ -384,6 +386,15 @@ class ViTTrainer(Trainer):
             logs["minutes"] = round(self._minutes_trained(now), 2)
         super().log(logs, start_time)
         logs.pop("minutes", None)  # a search for hyperparameters would add it to the metrics that it is for
+
+    def _refuse_loss(self, loss: float) -> None:
+        last = Path(self.args.output_dir) / "last"
+        good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
+        raise UserError(
+            f"The loss is {loss} since step {int(self._first_bad_step)}. {good}. The likely cause is a learning rate "
+            f"that is too high (now {self._get_learning_rate():.3g}), too short a warm-up, or 16-bit precision: try a "
+            "lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower --max_grad_norm."
+        )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
