@@ -292,8 +292,14 @@ def table(output_dir: Path) -> str:
             passes = sum(r["passes"] for r in found) / max(len(found), 1)
             cells.append(f"{', '.join(accuracies)} ({passes:.0f})" if found else "not run")
         lines.append(f"| {data_set} | {minutes:g} | {' | '.join(cells)} |")
-    machines = sorted({f"{r['cpu']}, cores {r['cores']}; {r['versions']}" for r in results})
+    machines = sorted({f"{r['cpu']}, {in_words(r['cores'])} for each run; {r['versions']}" for r in results})
     return "\n".join([*lines, "", *machines])
+
+
+def in_words(cores: str) -> str:
+    """Return how many cores a list such as `0,1` names."""
+    number = len(cores.split(","))
+    return "one core" if number == 1 else f"{number} cores"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,29 @@
 """The benchmarks compare like with like, and run."""
 
 import dataclasses
+import itertools
+import json
 import math
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features
+from datasets import Image as ImageFeature
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import data_path  # noqa: E402
 import equal_time  # noqa: E402
+import own_images  # noqa: E402
+import own_images_data  # noqa: E402
 import peers  # noqa: E402
 import scaling  # noqa: E402
 import training_loop  # noqa: E402
@@ -120,3 +129,62 @@ def test_costs_at_equal_time_are_beside_the_first_choice(monkeypatch):
 
 def test_two_processes_train():
     assert scaling.images_per_second(world_size=2, batch=2, bf16=False) > 0
+
+
+@pytest.fixture(scope="module")
+def little_cifar10():
+    """Three random images of each of CIFAR-10's classes."""
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 32, 32, 3), dtype=np.uint8)
+    rows = Dataset.from_dict(
+        {"image": [Image.fromarray(image) for image in pixels], "label": [number % 10 for number in range(30)]},
+        features=Features({"image": ImageFeature(), "label": ClassLabel(names=names)}),
+    )
+    return DatasetDict(train=rows, test=rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "mode", "sides"),
+    [
+        ("objects_500", 10, "RGB", (86, 116)),
+        ("objects_2000", 10, "RGB", (32, 32)),
+        ("objects_10000", 10, "RGB", (259, 347)),
+        ("cats_and_dogs_grey", 2, "L", (86, 116)),
+        ("digits_on_photographs", 10, "RGB", (96, 96)),
+        ("upright_or_rotated", 2, "RGB", (64, 64)),
+        ("imbalanced", 1, "RGB", (80, 80)),
+    ],
+)
+def test_images_of_the_benchmark_are_what_its_names_say(name, labels, mode, sides, little_cifar10):
+    made = own_images_data.DATA_SETS[name](little_cifar10, "train", np.random.default_rng(1))
+    items = list(itertools.islice(made, 3 if name == "imbalanced" else 6 if labels == 2 else 30))
+
+    assert {image.mode for _, image in items} == {mode}
+    assert all(sides[0] <= side <= sides[1] for _, image in items for side in image.size)
+    assert len({label for label, _ in items}) >= min(labels, 2 if labels > 1 else 1)
+
+
+@pytest.mark.parametrize("method", own_images.METHODS[1:])
+def test_other_methods_train_for_their_time_on_the_same_images(method, class_folders, tmp_path, monkeypatch):
+    config = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 32}  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps({"data": str(class_folders), "config": config}))
+    monkeypatch.setattr(own_images, "START", time.perf_counter())
+
+    report = own_images.train_other(method, tmp_path, seconds=6.0, seed=0)
+
+    assert report["passes"] > 1
+    assert 0 <= report["accuracy"] <= 1
+    assert math.isfinite(report["last_loss"])
+
+
+def test_table_has_a_row_for_each_data_set_and_time(tmp_path):
+    for number, (method, seed, accuracy) in enumerate([("ours", 1, 0.5), ("ours", 0, 0.25), ("timm_vit", 0, 0.125)]):
+        result = {"data_set": "a", "minutes": 5.0, "method": method, "seed": seed, "accuracy": accuracy, "passes": 8,
+                  "cpu": "a CPU", "cores": "0", "versions": "some"}  # fmt: skip
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+
+    lines = own_images.table(tmp_path).splitlines()
+
+    assert lines[2] == "| a | 5 | 25.0, 50.0 (8) | 12.5 (8) | not run | not run |"
+    assert lines[-1] == "a CPU, one core for each run; some"
