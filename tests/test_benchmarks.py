@@ -150,7 +150,7 @@ def little_cifar10():
         ("objects_2000", 30, 10, "RGB", (32, 32)),
         ("objects_10000", 30, 10, "RGB", (259, 347)),
         ("cats_and_dogs_grey", 6, 2, "L", (86, 116)),
-        ("digits_on_photographs", 30, 10, "RGB", (96, 96)),
+        ("digits_on_photographs", 30, 9, "RGB", (96, 96)),
         ("upright_or_rotated", 20, 2, "RGB", (64, 64)),
         ("imbalanced", 3, 1, "RGB", (80, 80)),  # the commonest class comes first
     ],
