@@ -763,12 +763,18 @@ def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(imag
     assert torch.equal(dataset.__getitems__([0, 1])["pixel_values"], expected["pixel_values"])
 
 
-def test_filters_of_warnings_are_restored_after_decoding(image_processor, photographs, tmp_path):
+def test_filters_of_warnings_are_restored_after_decoding(image_processor, photographs, tmp_path, monkeypatch):
+    decode = data.decode_image
+
+    def decode_and_leave_a_filter(row, **options):  # as two threads do, of which the first ends last
+        warnings.simplefilter("ignore", ResourceWarning)
+        return decode(row, **options)
+
+    monkeypatch.setattr(data, "decode_image", decode_and_leave_a_filter)
+    dataset = ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor)
     before = list(warnings.filters)
 
-    assert ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor).cache_on_device(
-        torch.device("cpu")
-    )
+    assert dataset.cache_on_device(torch.device("cpu"))
 
     assert list(warnings.filters) == before
 
