@@ -38,7 +38,7 @@ def use_faster_linear(model: Module) -> Module:
     """
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = MethodType(linear_forward, module)
+            module.forward = MethodType(linear_forward, module)  # type: ignore[method-assign]
     return model
 
 

@@ -14,6 +14,8 @@ class ProgressByTime(ProgressCallback):
         progress: Returns the share of training done, 0 to 1.
     """
 
+    training_bar: Any
+
     def __init__(self, progress: Callable[[], float]):
         super().__init__()
         self.progress = progress
