@@ -256,7 +256,7 @@ def test_post_ln_layer_matches_torch(std):
 def test_post_ln_embeddings_are_normalised(pixel_values):
     embeddings = tiny_model().embeddings
 
-    tokens, _ = embeddings.patch_embeddings(pixel_values)
+    tokens = embeddings.patch_embeddings(pixel_values)
     tokens = torch.cat((embeddings.cls_token.expand(3, 1, 32), tokens), dim=1) + embeddings.position_embeddings
     norm = embeddings.layernorm
     expected = F.layer_norm(tokens, (32,), norm.weight, norm.bias, 1e-12)
@@ -286,7 +286,7 @@ def test_patch_embedding_equals_unfold_and_matrix_product(pixel_values):
 
     patches = F.unfold(pixel_values, kernel_size=(4, 8), stride=(4, 8)).transpose(1, 2)  # (B, 12, 3 * 4 * 8)
 
-    assert_equal(embeddings(pixel_values)[0], patches @ weight.flatten(1).T + bias)
+    assert_equal(embeddings(pixel_values), patches @ weight.flatten(1).T + bias)
 
 
 @POSITIONS
@@ -846,3 +846,11 @@ def test_gradient_of_the_loss_matches_finite_differences():
     pixel_values = torch.randn(1, 3, 4, 8, dtype=torch.float64, requires_grad=True)
 
     assert torch.autograd.gradcheck(lambda x: model(x, labels=torch.tensor([1])).loss, pixel_values)
+
+
+def test_inputs_of_the_first_layer_get_gradients_where_asked(pixel_values):
+    model = tiny_model(ViTScratchForImageClassification)
+    model.requires_grad_(False)
+    model.enable_input_require_grads()  # as PEFT asks for under gradient checkpointing
+
+    assert model(pixel_values.detach()).logits.requires_grad

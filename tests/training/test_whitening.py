@@ -25,7 +25,7 @@ def pixels(photographs):
 
 
 def tokens_of(model, pixels):
-    return model.embeddings.patch_embeddings(pixels)[0].detach().flatten(0, 1).double()
+    return model.embeddings.patch_embeddings(pixels).detach().flatten(0, 1).double()
 
 
 def test_tokens_are_centred_and_of_about_one_size(pixels):

@@ -127,9 +127,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ViTScratchPatchEmbeddings(nn.Module):
-    """Cut images into patches and project each linearly; [1] eq. 1, E.
-
-    Shapes: (B, C, height, width) -> (B, rows * cols, D), and the grid (rows, cols).
+    """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
 
     A convolution whose stride is its kernel is exactly that: one matrix product per patch.
     """
@@ -142,11 +140,10 @@ class ViTScratchPatchEmbeddings(nn.Module):
             config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
         )
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def forward(self, pixel_values: Tensor) -> Tensor:
         self.check(pixel_values)
         # Pixels come from the image processor in float32; the weights may be in half precision.
-        patches = self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
-        return patches, self.grid_size(pixel_values)
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
     def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
         """Return the number of patches along the height and along the width of these images."""
@@ -219,7 +216,8 @@ class ViTScratchEmbeddings(nn.Module):
         return F.pad(patches, (0, 0, config.num_prefix_tokens, 0))[None]
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
-        embeddings, grid = self.patch_embeddings(pixel_values)
+        embeddings = self.patch_embeddings(pixel_values)
+        grid = self.patch_embeddings.grid_size(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
                 raise ValueError(
