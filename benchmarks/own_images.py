@@ -14,8 +14,8 @@ benchmark can be stopped and continued. `table` prints what is there as Markdown
   defaults of transformers' example script for image classification: AdamW at 5e-5, linear decay, batches of 8, random
   resized crops and flips.
 
-The two of timm get our data path, label smoothing and bf16, and on every set random resized crops, flips, and mixing of
-half of the images. That is not always what `ours` chooses. Every method gets the same splits.
+The two of timm get our data path, label smoothing and bf16, and on every set random resized crops, flips, and mixing
+of half of the images. That is not always what `ours` chooses. Every method gets the same splits.
 Methods other than `ours` start without a C++ compiler or a choice to make: their time is training alone.
 """
 
