@@ -168,7 +168,9 @@ def test_images_of_the_benchmark_are_what_its_names_say(name, count, labels, mod
 def test_other_methods_train_for_their_time_on_the_same_images(method, class_folders, tmp_path, monkeypatch):
     config = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
               "intermediate_size": 32}  # fmt: skip
-    (tmp_path / "settings.json").write_text(json.dumps({"data": str(class_folders), "config": config}))
+    settings = {"data": str(class_folders), "config": config, "augmentation": {"crop_padding": 4},
+                "mixing": {"mixup_alpha": 1.0, "mixup_prob": 0.5}}  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setattr(own_images, "START", time.perf_counter())
 
     report = own_images.train_other(method, tmp_path, seconds=6.0, seed=0)
