@@ -20,8 +20,8 @@ from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.report import report_on_test_split
 from hf_vit_scratch.training import sanity_check, steps
 from hf_vit_scratch.training.arguments import Arguments
-from hf_vit_scratch.training.recipe import parse_recipe
-from hf_vit_scratch.training.run_directory import claimed, resolve_checkpoint, without_resuming
+from hf_vit_scratch.training.recipe import Recipe, parse_recipe
+from hf_vit_scratch.training.run_directory import lock_run_directory, resolve_checkpoint, without_resuming
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
 
@@ -33,26 +33,26 @@ def main(argv: list[str]) -> dict[str, Any]:
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     command = shlex.join(["python", "train.py", *without_resuming(argv)])
-    with claimed(training_args):
+    with lock_run_directory(training_args):
         return run(args, recipe, resolve_checkpoint(training_args, recipe), command)
 
 
-def run(args: Arguments, recipe: str, checkpoint: str | None, command: str) -> dict[str, Any]:
+def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
     """Train in a folder that no other run uses."""
     _, data_args, _, _, training_args = args
     steps.check_and_seed(args)
     data = steps.load_data(args)
-    choices = steps.make_choices(args, recipe, data, checkpoint)
-    image_processor = steps.build_image_processor(choices)
-    model = steps.build_model(args, choices)
-    trainer, test_dataset = steps.build_trainer(args, data, choices, model, image_processor)
+    config, start = steps.make_choices(args, recipe, data)
+    image_processor = steps.build_image_processor(config, start)
+    model = steps.build_model(args, config, start)
+    trainer, test_dataset = steps.build_trainer(args, data, model, image_processor)
 
     if training_args.data_report:
         return {"bound": sanity_check.data_report(trainer)}
     if training_args.check:
         return {"check": sanity_check.check(trainer, data.splits, Path(training_args.output_dir))}
 
-    steps.train(trainer, choices, checkpoint, command)
+    steps.train(trainer, recipe, checkpoint, command)
     metrics = report_on_test_split(trainer, test_dataset, data_args.data, command)
     steps.push(trainer)
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import httpx
+
 
 class UserError(ValueError):
     """Something that the user gave cannot be used; the message says what must hold, what was given, what to do."""
@@ -26,7 +28,7 @@ def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, OSError, httpx.HTTPError) as error:
         if until():
             raise
         raise UserError(f"{' '.join(str(error).split())} ({type(error).__name__})") from error

@@ -68,7 +68,7 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
     from huggingface_hub.utils import get_session
 
     from hf_vit_scratch.model import modeling_vit_scratch
-    from hf_vit_scratch.training import trainer
+    from hf_vit_scratch.training import ema
 
     os.setsid()  # a group of its own, so that its worker processes are killed with it
     sys.stdout = sys.stderr = open(output_dir.with_suffix(".log"), "a")  # noqa: SIM115
@@ -79,7 +79,7 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
         shutil: ("rmtree", "copyfile"),
         Path: ("write_text", "mkdir", "symlink_to"),
         torch: ("save",),
-        trainer: ("save_file",),
+        ema: ("save_file",),
         modeling_vit_scratch.PreTrainedModel: ("save_pretrained",),
     }.items():
         for name in names:
@@ -100,7 +100,8 @@ def start(output_dir: Path, *flags: str, kind: str = "", deadly_call: int | None
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    return sorted(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    complete = [path.parent for path in output_dir.glob("checkpoint-*/SHA256SUMS")]
+    return sorted(complete, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def final_state(output_dir: Path) -> dict[str, object]:
@@ -127,7 +128,7 @@ def equal(one: object, other: object) -> bool:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Every checkpoint that has its name must be whole; written without the package's own check of that."""
+    """Every checkpoint with checksums must be complete; written without the package's own check of that."""
     for checkpoint in checkpoints(folder):
         listed = dict(reversed(line.split("  ")) for line in (checkpoint / "SHA256SUMS").read_text().splitlines())
         found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.iterdir()}

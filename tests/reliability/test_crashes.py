@@ -11,7 +11,7 @@ from test_trainer import make_trainer
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import checkpointing, run_directory, trainer
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
-from hf_vit_scratch.training.run_directory import claimed
+from hf_vit_scratch.training.run_directory import lock_run_directory
 
 
 def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times, figure):
@@ -25,7 +25,7 @@ def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times,
     figure(f"{number} kills: no checkpoint damaged, no commit torn, all final weights equal to the last bit")
 
 
-def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_files_of_a_checkpoint_are_on_the_disk_before_it_is_complete(tmp_path, monkeypatch):
     order = []
     write_through, replace = checkpointing.write_through, checkpointing.os.replace
 
@@ -41,26 +41,25 @@ def test_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, 
     monkeypatch.setattr(checkpointing.os, "replace", note_and_replace)
     make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
 
-    named = order.index("-> checkpoint-6")
-    assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} < set(order[:named])
-    assert order[named + 1] == tmp_path.name  # the name itself
+    completed = order.index(f"-> {checkpointing.CHECKSUMS}")
+    files = {path.name for path in (tmp_path / "checkpoint-6").iterdir()} - {checkpointing.CHECKSUMS}
+    assert files | {f".{checkpointing.CHECKSUMS}"} < set(order[:completed])
+    assert order[completed + 1 : completed + 3] == ["checkpoint-6", tmp_path.name]  # the names themselves
 
 
-def test_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+def test_checkpoint_loses_its_checksums_before_its_files(tmp_path, monkeypatch):
     deleted = []
     rmtree = checkpointing.shutil.rmtree
 
     def note(path, *args, **kwargs):
-        deleted.append(Path(path).name)
+        deleted.append((Path(path).name, (Path(path) / checkpointing.CHECKSUMS).exists()))
         rmtree(path, *args, **kwargs)
 
     monkeypatch.setattr(checkpointing.shutil, "rmtree", note)
-    arguments_of = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    make_trainer(tmp_path, max_steps=4, **arguments_of).train()
-    make_trainer(tmp_path, max_steps=4, **arguments_of | {"save_steps": 4}).train()  # checkpoint-4 is replaced
+    make_trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1).train()
 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert set(deleted) == {run_directory.STAGING}
+    assert deleted == [("checkpoint-2", False)]
 
 
 def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, figure):
@@ -81,9 +80,13 @@ def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, fi
 
 def test_folder_is_free_after_a_run_has_failed(tmp_path):
     args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(RuntimeError, match="a fault"), claimed(args):
+    with pytest.raises(RuntimeError, match="a fault"), lock_run_directory(args):
         raise RuntimeError("a fault")
-    with claimed(args), pytest.raises(UserError, match="another run is writing into .*run"), claimed(args):
+    with (
+        lock_run_directory(args),
+        pytest.raises(UserError, match="another run is writing into .*run"),
+        lock_run_directory(args),
+    ):
         pass
 
 
@@ -93,37 +96,36 @@ def test_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_directory.FileLock, "acquire", refuse)
     args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(UserError, match=r"run cannot be written to: .*Permission denied"), claimed(args):
+    with pytest.raises(UserError, match=r"run cannot be written to: .*Permission denied"), lock_run_directory(args):
         pass
 
 
 def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
     args = ViTTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with claimed(args):
+    with lock_run_directory(args):
         monkeypatch.setattr(type(args), "should_save", False)
-        with claimed(args):
+        with lock_run_directory(args):
             pass
 
 
 def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
     most = 0
-    publish = trainer.publish
+    finish = trainer.finish_checkpoint
 
     def count(*args):
         nonlocal most
-        publish(*args)
+        finish(*args)
         most = max(most, len(list(tmp_path.glob("checkpoint-*"))))
 
-    monkeypatch.setattr(trainer, "publish", count)
+    monkeypatch.setattr(trainer, "finish_checkpoint", count)
     make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
 
     assert most == 2
-    assert not (tmp_path / run_directory.STAGING).exists()
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_repeated(tmp_path):
     output_dir = tmp_path / "run"
-    with claimed(ViTTrainingArguments(output_dir=str(output_dir), use_cpu=True)):
+    with lock_run_directory(ViTTrainingArguments(output_dir=str(output_dir), use_cpu=True)):
         (output_dir / "recipe.yaml").write_text("seed: 1")
     train.main([*SMALL, "--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no",
                 "--load_best_model_at_end", "false", "--output_dir", str(output_dir)])  # fmt: skip

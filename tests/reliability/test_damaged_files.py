@@ -15,7 +15,8 @@ from test_trainer import make_trainer
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
-from hf_vit_scratch.training.checkpointing import CHECKSUMS, damaged_files
+from hf_vit_scratch.training.checkpointing import CHECKSUMS, damaged_files, finish_checkpoint
+from hf_vit_scratch.training.recipe import Recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint
 
 
@@ -53,12 +54,12 @@ def test_every_damage_to_a_checkpoint_is_found_and_the_one_before_is_taken(run, 
         caplog.clear()
         try:
             with caplog.at_level(logging.WARNING):
-                assert resolve_checkpoint(to_resume(run)) == str(older), file
+                assert resolve_checkpoint(to_resume(run), Recipe()) == older, file
             names = "" if file.name == CHECKSUMS else f"({file.name})"
             assert f"{newest} is damaged {names}" in caplog.text
         finally:
             file.write_bytes(whole)
-    assert resolve_checkpoint(to_resume(run)) == str(newest)
+    assert resolve_checkpoint(to_resume(run), Recipe()) == newest
     figure(f"{number} damaged files of checkpoints: all found, the checkpoint before taken")
 
 
@@ -74,21 +75,21 @@ def test_file_that_is_missing_or_too_many_is_damage(change, run, tmp_path):
 def test_checkpoint_that_is_named_must_be_whole(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run", symlinks=True)
     (folder / "checkpoint-4" / "scheduler.pt").write_bytes(b"")
-    with pytest.raises(UserError, match=r"checkpoint-4 is damaged \(scheduler\.pt\)\. With `true` the newest"):
-        resolve_checkpoint(to_resume(folder, str(folder / "checkpoint-4")))
+    with pytest.raises(UserError, match=r"checkpoint-4 is incomplete or damaged \(scheduler\.pt\)"):
+        resolve_checkpoint(to_resume(folder, str(folder / "checkpoint-4")), Recipe())
     (folder / "checkpoint-2" / "scheduler.pt").write_bytes(b"")
-    with pytest.raises(UserError, match=r"holds no checkpoint that is not damaged\. Start anew"):
-        resolve_checkpoint(to_resume(folder))
+    with pytest.raises(UserError, match=r"holds no complete checkpoint to resume from\."):
+        resolve_checkpoint(to_resume(folder), Recipe())
 
 
 def test_damaged_checkpoint_is_not_loaded_by_the_trainer_either(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run", symlinks=True)
     (folder / "checkpoint-2" / "model.safetensors").write_bytes(b"")
     trainer = make_trainer(folder, max_steps=4, ema_decay=0.5, muon=True)
-    with pytest.raises(UserError, match=r"checkpoint-2 is damaged \(model\.safetensors\) and cannot be loaded"):
+    with pytest.raises(UserError, match=r"checkpoint-2 is incomplete or damaged \(model\.safetensors\)"):
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     trainer.state.best_model_checkpoint = str(folder / "checkpoint-2")
-    with pytest.raises(UserError, match="checkpoint-2 is damaged"):
+    with pytest.raises(UserError, match="checkpoint-2 is incomplete or damaged"):
         trainer._load_best_model()
 
 
@@ -155,7 +156,7 @@ def test_code_in_a_checkpoint_is_not_run(name, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run", symlinks=True)
     checkpoint = folder / "checkpoint-2"
     torch.save(Harmful(tmp_path / "harm"), checkpoint / name)
-    (checkpoint / CHECKSUMS).unlink()  # whoever puts code there makes the checksums fit, too
+    finish_checkpoint(checkpoint, best=None, limit=None)  # whoever puts code there makes the checksums fit, too
     trainer = make_trainer(folder, max_steps=4, ema_decay=0.5, muon=True)
 
     if name == "training_args.bin":

@@ -31,8 +31,8 @@ def rows_of(sizes):
 def fitted(sizes, *flags):
     """The values of all arguments after the sizes were chosen, by name, and the choices as text."""
     args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
-    choices = auto_config.fit_sizes(args, rows_of(sizes), set(yaml.safe_load(recipe)))
-    return {name: value for part in args for name, value in vars(part).items()}, [str(choice) for choice in choices]
+    auto_config.fit_sizes(args, rows_of(sizes), recipe)
+    return {name: value for part in args for name, value in vars(part).items()}, recipe.choices()
 
 
 def length(number, speed, monkeypatch, *flags):
@@ -40,16 +40,16 @@ def length(number, speed, monkeypatch, *flags):
     monkeypatch.setattr(auto_config, "measure_speed", lambda *_: speed)
     args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
     config, _ = model_config(args[0], ["a", "b"])
-    choices = auto_config.fit_length(args, config, number, set(yaml.safe_load(recipe)))
-    return {name: value for part in args for name, value in vars(part).items()}, [str(choice) for choice in choices]
+    auto_config.fit_length(args, config, number, recipe)
+    return {name: value for part in args for name, value in vars(part).items()}, recipe.choices()
 
 
 def test_broken_image_is_no_hindrance_to_the_choice(class_folders):
     for file in class_folders.glob("*/*.jpg"):
         file.write_bytes(file.read_bytes()[:-100])  # named when it is read
     args, recipe = parse_recipe([str(YOUR_IMAGES)], YOUR_IMAGES)
-    choices = auto_config.fit_sizes(args, load_splits(str(class_folders))["train"], set(yaml.safe_load(recipe)))
-    assert str(choices[0]).startswith("image_size 64: half of the images are 64 pixels or less")
+    auto_config.fit_sizes(args, load_splits(str(class_folders))["train"], recipe)
+    assert recipe.choices()[0].startswith("image_size 64: half of the images are 64 pixels or less")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

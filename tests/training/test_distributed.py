@@ -68,7 +68,7 @@ def test_two_processes_train_evaluate_save_and_resume_as_one_does(tmp_path, kind
         torch.testing.assert_close(split.state_dict()[name], tensor, rtol=0, atol=1e-4)
 
     resumed.mkdir()
-    shutil.copy(two / "recipe.yaml", resumed)
+    shutil.copy(two / "_run.json", resumed)
     shutil.copytree(two / "checkpoint-7", resumed / "checkpoint-7")
     printed = train_on_two_processes(script, environment, resumed, "--resume_from_checkpoint", "true")
     assert len(re.findall(r"'loss'", printed)) == 7

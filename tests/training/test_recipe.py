@@ -7,7 +7,8 @@ import yaml
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.arguments import AugmentationArguments, ModelArguments, ViTTrainingArguments
-from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.checkpointing import finish_checkpoint
+from hf_vit_scratch.training.recipe import Recipe, model_config, parse_recipe, stage_arguments
 from hf_vit_scratch.training.run_directory import resolve_checkpoint, without_resuming
 
 
@@ -66,7 +67,7 @@ eval_strategy: no
     assert training.eval_strategy == "no"  # not the False of YAML 1.1
 
 
-def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse):
+def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse, tmp_path):
     argv = (
         "--resume_from_checkpoint",
         "x",
@@ -77,13 +78,14 @@ def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse):
     )
     first, resolved = parse("learning_rate: 1e-3\nimage_size: 32\nbf16: false\nlr_scheduler_type: linear", *argv)
 
-    again, resolved_again = parse(resolved)
+    resolved.save(tmp_path, "train.py")
+    again, resolved_again = parse((tmp_path / "recipe.yaml").read_text())
 
-    assert yaml.safe_load(resolved) == {
+    assert resolved.values() == {
         "learning_rate": 0.002, "image_size": [32], "bf16": False, "lr_scheduler_type": "linear",
         "load_best_model_at_end": False, "per_device_train_batch_size": 16,
     }  # fmt: skip
-    assert resolved_again == resolved
+    assert resolved_again.values() == resolved.values()
     assert [vars(arguments) for arguments in again[:3]] == [vars(arguments) for arguments in first[:3]]
 
 
@@ -171,37 +173,47 @@ def test_model_that_is_nowhere_is_named():
         model_config(ModelArguments(model="no/such"), ["cat", "dog"])
 
 
+def make_checkpoint(run_dir, step):
+    """A complete checkpoint, without a model."""
+    checkpoint = run_dir / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    for name in ("trainer_state.json", "scheduler.pt"):
+        (checkpoint / name).write_text("{}")
+    finish_checkpoint(checkpoint, best=None, limit=None)
+    return checkpoint
+
+
 def test_folder_of_another_run_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
 
     with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten\. Continue it with"):
-        resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)))
+        resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)), Recipe())
 
 
 def test_new_or_empty_folder_starts_a_run(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
-        assert resolve_checkpoint(ViTTrainingArguments(output_dir=str(folder))) is None
+        assert resolve_checkpoint(ViTTrainingArguments(output_dir=str(folder)), Recipe()) is None
 
 
 def test_resume_takes_the_newest_checkpoint(tmp_path):
     for step in (9, 10, 11):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if step < 11:  # the last was cut off while it was being saved
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        checkpoint = make_checkpoint(tmp_path, step)
+        if step == 11:  # it was cut off while it was being saved
+            (checkpoint / "SHA256SUMS").unlink()
     args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
 
-    assert resolve_checkpoint(args) == str(tmp_path / "checkpoint-10")
+    assert resolve_checkpoint(args, Recipe()) == tmp_path / "checkpoint-10"
 
 
 def test_checkpoint_of_another_run_does_not_continue_into_this_ones_folder(tmp_path):
     for run in ("a", "b"):
-        (tmp_path / run / "checkpoint-9").mkdir(parents=True)
-        (tmp_path / run / "checkpoint-9" / "trainer_state.json").write_text("{}")
-    theirs, ours, new = str(tmp_path / "b" / "checkpoint-9"), str(tmp_path / "a"), str(tmp_path / "new")
+        make_checkpoint(tmp_path / run, 9)
+    theirs, ours, new = tmp_path / "b" / "checkpoint-9", str(tmp_path / "a"), str(tmp_path / "new")
 
     with pytest.raises(UserError, match=r"a is not empty, and a run is never overwritten"):
-        resolve_checkpoint(ViTTrainingArguments(output_dir=ours, resume_from_checkpoint=theirs))
-    assert resolve_checkpoint(ViTTrainingArguments(output_dir=new, resume_from_checkpoint=theirs)) == theirs
+        resolve_checkpoint(ViTTrainingArguments(output_dir=ours, resume_from_checkpoint=str(theirs)), Recipe())
+    args = ViTTrainingArguments(output_dir=new, resume_from_checkpoint=str(theirs))
+    assert resolve_checkpoint(args, Recipe()) == theirs
 
 
 @pytest.mark.parametrize("folder", [".", "new"])
@@ -209,16 +221,16 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path, folder):
     args = ViTTrainingArguments(output_dir=str(tmp_path / folder), resume_from_checkpoint="true")
 
     with pytest.raises(
-        UserError, match=r"holds no checkpoint to resume from\. Start without --resume_from_checkpoint"
+        UserError, match=r"holds no complete checkpoint to resume from\. Start without --resume_from_checkpoint"
     ):
-        resolve_checkpoint(args)
+        resolve_checkpoint(args, Recipe())
 
 
 def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path))
 
-    with pytest.raises(UserError, match=r"is no checkpoint \(it holds no trainer_state\.json\)"):
-        resolve_checkpoint(args)
+    with pytest.raises(UserError, match=r"is no checkpoint: it holds no trainer_state\.json"):
+        resolve_checkpoint(args, Recipe())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -222,6 +223,12 @@ ARGUMENT_TYPES: tuple[Any, ...] = (
     ViTTrainingArguments,
 )
 Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, MixingArguments, ViTTrainingArguments]
+
+
+def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
+    """Set fields of the arguments by name, whichever dataclass they belong to."""
+    for name, value in values.items():
+        setattr(next(part for part in args if hasattr(part, name)), name, value)
 
 
 def refuse_labels(args: Arguments) -> None:

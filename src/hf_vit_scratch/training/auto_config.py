@@ -7,8 +7,6 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -22,8 +20,9 @@ from ..data.images import size_and_mode
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
-from .arguments import Arguments, ViTTrainingArguments
-from .optimizers import MuonWithAdamW, parameter_groups
+from .arguments import Arguments, ViTTrainingArguments, set_fields
+from .optimizers import build_optimizer
+from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -40,56 +39,34 @@ FEWEST_PASSES, MOST_PASSES = 30, 600
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Values chosen together, by name of the flag, and the reason."""
-
-    values: dict[str, Any]
-    reason: str
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{name} {_plain(value)}" for name, value in self.values.items())
-        return f"{values}: {self.reason}"
-
-
 class _Chooser:
-    """Sets the fields of the arguments that nobody has given."""
+    """Sets the fields of the arguments that the recipe leaves open."""
 
-    def __init__(self, args: Arguments, given: Set[str]):
-        self.args, self.given = args, given
-        self.choices: list[Choice] = []
+    def __init__(self, args: Arguments, recipe: Recipe):
+        self.args, self.recipe = args, recipe
 
     def choose(self, reason: str, **values: Any) -> None:
-        """Set fields that belong together, unless one of them is given."""
-        if not self.given & values.keys():
+        """Set fields that belong together, unless one of them is set."""
+        if not self.recipe.settings.keys() & values.keys():
             set_fields(self.args, values)
-            self.choices.append(Choice(values, reason))
+            self.recipe.add(values, "images", reason)
 
 
-def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
-    """Set fields of the arguments by name, whichever dataclass they belong to."""
-    for name, value in values.items():
-        setattr(next(part for part in args if hasattr(part, name)), name, value)
-
-
-def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
+def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     """Choose the sizes of image, patch, model and batch, and the crops.
 
     No image is enlarged, and on a CPU an image has at most 64 tokens.
 
     Args:
-        args: Changed in place, except for the fields in `given`.
+        args: Arguments; changed in place.
         rows: The training split of `load_splits`.
-        given: Names of the fields set by a recipe or a flag.
-
-    Returns:
-        What was chosen and why.
+        recipe: Recipe, whose settings stay. What is chosen is added.
     """
     model, _, _, _, training = args
     number, on_cpu = len(rows), training.device.type == "cpu"
     sides, _ = sizes_and_modes(rows)
     side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
-    chooser = _Chooser(args, given)
+    chooser = _Chooser(args, recipe)
 
     largest = 64 if on_cpu else 224
     image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
@@ -102,7 +79,7 @@ def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
     tokens = 64 if on_cpu or max(pixels) <= 64 else 256
     patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
     patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
-    if "model" not in given:  # it has sizes of its own
+    if "model" not in recipe.settings:  # it has sizes of its own
         chooser.choose(f"at most {tokens} tokens", patch_size=[patch_size])
         sizes = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
         chooser.choose("a CPU" if on_cpu else f"{number} images", **sizes)
@@ -119,32 +96,28 @@ def fit_sizes(args: Arguments, rows: Dataset, given: Set[str]) -> list[Choice]:
         chooser.choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
         chooser.choose("images of many sizes, or larger than the model's", random_resized_crop_scale=0.35)
-    return chooser.choices
 
 
-def fit_length(args: Arguments, config: ViTScratchConfig, number: int, given: Set[str]) -> list[Choice]:
+def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: Recipe) -> None:
     """Choose the number of passes, the regularization that suits it, and whether compiling pays.
 
     The passes are those that the images deserve, or as many as fit into `max_train_minutes`.
 
     Args:
-        args: After `fit_sizes`; changed in place, except for the fields in `given`.
+        args: Arguments after `fit_sizes`; changed in place.
         config: The model's configuration, for this machine.
         number: Number of training images.
-        given: Names of the fields set by a recipe or a flag.
-
-    Returns:
-        What was chosen and why.
+        recipe: Recipe, whose settings stay. What is chosen is added.
     """
     training = args[-1]
-    chooser = _Chooser(args, given)
+    chooser = _Chooser(args, recipe)
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     speed = measure_speed(config, args)
     minutes = training.max_train_minutes or math.inf
     possible = TIME_FOR_STEPS * speed * 60 * minutes / number
     if training.max_steps > 0:
         passes = training.max_steps * images_per_step / number
-    elif "num_train_epochs" in given:
+    elif "num_train_epochs" in recipe.settings:
         passes = training.num_train_epochs
     else:
         wanted = round(min(max(300 * (2000 / number) ** 0.5, FEWEST_PASSES), MOST_PASSES))
@@ -172,7 +145,6 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, given: Se
         "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
         expected, passes, number, TIME_FOR_STEPS * speed,
     )  # fmt: skip
-    return chooser.choices
 
 
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
@@ -201,8 +173,7 @@ def _images_per_second(config: ViTScratchConfig, training: ViTTrainingArguments,
         model.to(device)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
-        groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.0, muon=training.muon)
-        optimizer = MuonWithAdamW(groups, lr=1e-3) if training.muon else torch.optim.AdamW(groups, fused=True)
+        optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
         steps, start = -1, 0.0
         while steps < 2 or time.perf_counter() - start < SECONDS:
             if steps == 0:  # the first step is not counted
@@ -223,7 +194,3 @@ def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
     encoded = rows.cast_column("image", datasets.Image(decode=False))[chosen]["image"]
     found = [size_and_mode(row, f"image {number}") for number, row in zip(chosen, encoded, strict=True)]
     return np.array([size for size, _ in found]), Counter(mode for _, mode in found)
-
-
-def _plain(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value

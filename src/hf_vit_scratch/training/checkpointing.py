@@ -1,54 +1,117 @@
-"""Checkpoints that are whole or not counted: checksums, and the step by which one gets its name."""
+"""Complete checkpoints: a checkpoint is complete once its checksums are written, and verified before it is loaded."""
 
 import hashlib
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..errors import UserError
 
+logger = logging.getLogger(__name__)
+
 CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
-TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")  # of what somebody might load
+TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # files that a library would load
 
 
-def write_checksums(folder: Path, files: Iterable[Path]) -> None:
-    """Write the SHA-256 of files, by their names, into `folder`, in the format of the program sha256sum."""
-    lines = []
-    for file in sorted(file for file in files if file.name != CHECKSUMS):
-        with file.open("rb") as content:
-            lines.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file.name}\n")
-    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, newest first."""
+    found = [path.parent for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{CHECKSUMS}")]
+    return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
+
+
+def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
+    """Return the checkpoint to resume from, verified.
+
+    Args:
+        wanted: A checkpoint, `True` for the newest one that is not damaged, or `False` or `None` for none.
+        output_dir: Folder of the run.
+
+    Raises:
+        UserError: There is no such checkpoint, or a run cannot be resumed from it.
+    """
+    if not wanted:
+        return None
+    if wanted is True:
+        for checkpoint in complete_checkpoints(Path(output_dir)):
+            if not (damaged := damaged_files(checkpoint)):
+                break
+            logger.warning("%s is damaged (%s) and not used.", checkpoint, ", ".join(damaged))
+        else:
+            raise UserError(
+                f"{output_dir} holds no complete checkpoint to resume from. Start without --resume_from_checkpoint."
+            )
+    else:
+        checkpoint = Path(wanted)
+        if not (checkpoint / TRAINER_STATE_NAME).is_file():
+            raise UserError(f"{checkpoint} is no checkpoint: it holds no {TRAINER_STATE_NAME}.")
+        refuse_damage(checkpoint)
+    if not (checkpoint / SCHEDULER_NAME).is_file():
+        raise UserError(
+            f"{checkpoint} holds the model alone, as of --save_only_model. A run cannot be resumed from it; a new one "
+            f"can start from it: --model {checkpoint}."
+        )
+    return checkpoint
+
+
+def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> None:
+    """Make a checkpoint complete, link it as `last`, and delete old checkpoints.
+
+    Its files are on the disk before their checksums are, so a crash at any moment leaves either a complete checkpoint
+    or one that is not counted.
+
+    Args:
+        folder: The checkpoint, with all of its files.
+        best: Checkpoint to keep and to link as `best`.
+        limit: Largest number of checkpoints to keep; `None` keeps all.
+    """
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    for path in [*files, *folder.rglob("*/"), folder]:
+        write_through(path)
+    lines = [f"{_sha256(file)}  {file.relative_to(folder).as_posix()}\n" for file in sorted(files)]
+    aside = folder / f".{CHECKSUMS}"
+    aside.write_text("".join(lines), encoding="utf-8")
+    write_through(aside)
+    os.replace(aside, folder / CHECKSUMS)
+    for path in (folder, folder.parent):
+        write_through(path)
+    for link, target in (("last", folder), ("best", best)):
+        if target is not None and target.is_dir() and target.parent.resolve() == folder.parent.resolve():
+            aside = folder.parent / f".{link}"
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target.name)
+            os.replace(aside, folder.parent / link)
+    if limit:
+        kept = {str(folder), str(best)}
+        oldest_first = sort_checkpoints(str(folder.parent))
+        surplus = len(oldest_first) - max(limit, len(kept & {*oldest_first}))
+        for old in [path for path in oldest_first if path not in kept][: max(surplus, 0)]:
+            delete_checkpoint(Path(old))
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, its checksums first, so that a crash leaves no damaged one."""
+    (folder / CHECKSUMS).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files that are not as they were saved: changed, missing, or tensors unknown to the checksums.
-
-    None if it has no checksums: the stock Trainer writes none.
-
-    Args:
-        folder: A checkpoint.
-    """
-    if not (folder / CHECKSUMS).is_file():
-        return []
+    """Return the files of a checkpoint that are changed or missing, and tensors that have no checksum."""
     try:
         lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
+    except (FileNotFoundError, UnicodeDecodeError):
         return [CHECKSUMS]
-    if not all(re.fullmatch(r"[0-9a-f]{64}  [^/]+", line) for line in lines):
+    if not all(re.fullmatch(r"[0-9a-f]{64}  .+", line) for line in lines):
         return [CHECKSUMS]
-    wanted = {line[66:]: line[:64] for line in lines}
-    present = {file.name: file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS}
-    unknown = {name for name in present.keys() - wanted.keys() if Path(name).suffix in TENSOR_SUFFIXES}
-    damaged = (wanted.keys() - present.keys()) | unknown
-    for name in wanted.keys() & present.keys():
-        with present[name].open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != wanted[name]:
-                damaged.add(name)
-    return sorted(damaged)
+    expected = {line[66:]: line[:64] for line in lines}
+    present = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    unknown = {name for name in present.keys() - expected.keys() if name.endswith(TENSOR_SUFFIXES)}
+    changed = {name for name in expected.keys() & present.keys() if _sha256(present[name]) != expected[name]}
+    return sorted(unknown | changed | (expected.keys() - present.keys()))
 
 
 def refuse_damage(checkpoint: Path) -> None:
@@ -58,45 +121,11 @@ def refuse_damage(checkpoint: Path) -> None:
         UserError: Names those that are not.
     """
     if damaged := damaged_files(checkpoint):
-        raise UserError(f"{checkpoint} is damaged ({', '.join(damaged)}) and cannot be loaded.")
-
-
-def publish(staged: Path, final: Path, best: Path, limit: int | None) -> None:
-    """Give a checkpoint its name, once its files and their checksums are on the disk; then delete old ones.
-
-    What is deleted loses its name first, so a kill never leaves half a checkpoint under a final name.
-
-    Args:
-        staged: Folder of the new checkpoint, within a folder for incomplete ones.
-        final: Its final name, beside the other checkpoints.
-        best: Checkpoint to keep and to link as `best`; `Path("")` for none.
-        limit: Largest number of checkpoints to keep; `None` keeps all.
-    """
-    staging = staged.parent
-    write_checksums(staged, (file for file in staged.iterdir() if file.is_file()))
-    for path in [*staged.rglob("*"), staged]:
-        write_through(path)
-    if final.exists():  # of an earlier attempt at the same step
-        os.replace(final, staging / "replaced")
-    os.replace(staged, final)
-    write_through(final.parent)
-    for link, target in (("last", final), ("best", best)):
-        if target.name and target.is_dir() and target.parent.resolve() == final.parent.resolve():
-            aside = final.parent / f".{link}"
-            aside.unlink(missing_ok=True)
-            aside.symlink_to(target.name)
-            os.replace(aside, final.parent / link)
-    if limit:
-        kept = {str(final), str(best)}
-        oldest_first = sort_checkpoints(str(final.parent), use_mtime=True)
-        surplus = len(oldest_first) - max(limit, len(kept & {*oldest_first}))
-        for old in [path for path in oldest_first if path not in kept][: max(surplus, 0)]:
-            os.replace(old, staging / Path(old).name)
-    shutil.rmtree(staging, ignore_errors=True)
+        raise UserError(f"{checkpoint} is incomplete or damaged ({', '.join(damaged)}) and cannot be loaded.")
 
 
 def write_through(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, would survive a loss of power (fsync)."""
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
     if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -104,3 +133,8 @@ def write_through(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

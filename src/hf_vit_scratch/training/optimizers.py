@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, SchedulerType, get_scheduler
+from transformers.training_args import OptimizerNames
 
 from ..errors import UserError
+from ..speed.hardware import choose_muon_dtype
+from .arguments import ViTTrainingArguments
 
 RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
 
@@ -82,6 +85,39 @@ def parameter_groups(
         )
         group["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
+
+
+def build_optimizer(
+    model: PreTrainedModel,
+    args: ViTTrainingArguments,
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """Build the optimizer that the arguments ask for, with Muon for the matrices of the layers if they ask for it.
+
+    Args:
+        model: The model.
+        args: Arguments of the run.
+        optimizer_class: Class that the stock Trainer chooses by `args.optim`.
+        options: Its options.
+
+    Raises:
+        UserError: Muon does not go together with that class.
+    """
+    groups = parameter_groups(
+        model,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        layer_decay=args.layer_decay,
+        muon=args.muon,
+        muon_learning_rate=args.muon_learning_rate,
+    )
+    if not args.muon:
+        return optimizer_class(groups, **options)
+    if optimizer_class is not torch.optim.AdamW:
+        raise UserError(f"muon needs AdamW beside it, got optim {OptimizerNames(args.optim).value}.")
+    dtype = args.muon_dtype or choose_muon_dtype(args.device.type)
+    return MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), **options)
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

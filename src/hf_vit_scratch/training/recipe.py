@@ -1,13 +1,14 @@
-"""Arguments from a recipe in YAML and from the command line."""
+"""The recipe of a run: every setting, where it comes from, and how it becomes arguments."""
 
 import difflib
 import json
 import re
 from argparse import ArgumentDefaultsHelpFormatter
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import yaml
 from transformers import HfArgumentParser
@@ -15,6 +16,70 @@ from transformers import HfArgumentParser
 from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from .arguments import ARGUMENT_TYPES, Arguments, AugmentationArguments, ModelArguments
+
+RECIPE = "recipe.yaml"
+FACTS = "_run.json"  # a name that begins with "_" is never pushed
+
+Origin = Literal["recipe", "flag", "images"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of a flag, where it comes from, and why it was chosen, if nobody gave it."""
+
+    value: Any
+    origin: Origin
+    reason: str = ""
+
+
+@dataclass
+class Recipe:
+    """What a run is made of.
+
+    Args:
+        settings: By the name of the flag, every value that differs from the default because somebody or something set
+            it.
+        images: Fingerprint of the splits; empty for a stream.
+        machine: What was chosen for the machine, a line each. Another machine may choose otherwise.
+    """
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    images: str = ""
+    machine: list[str] = field(default_factory=list)
+
+    def add(self, values: Mapping[str, Any], origin: Origin, reason: str = "") -> None:
+        """Set values that belong together."""
+        self.settings |= {name: Setting(value, origin, reason) for name, value in values.items()}
+
+    def values(self, *origins: Origin) -> dict[str, Any]:
+        """Return the values of these origins; of all, if none is named."""
+        return {name: s.value for name, s in self.settings.items() if s.origin in origins or not origins}
+
+    def choices(self) -> list[str]:
+        """Return what was chosen for the images, with the reasons, a line for each group of settings."""
+        chosen = [(name, s) for name, s in self.settings.items() if s.origin == "images"]
+        return [
+            ", ".join(f"{name} {_plain(setting.value)}" for name, setting in group) + f": {reason}"
+            for reason, group in groupby(chosen, key=lambda item: item[1].reason)
+        ]
+
+    def save(self, folder: Path, command: str) -> None:
+        """Write the recipe for people, as YAML that starts the same run again, and its facts for a resumed run."""
+        text = f"# {command}\n" + "".join(f"# chosen: {line}\n" for line in self.machine)
+        for reason, group in groupby(self.settings.items(), key=lambda item: item[1].reason):
+            values = {name: setting.value for name, setting in group}
+            text += (f"# {reason}\n" if reason else "") + yaml.safe_dump(values, sort_keys=False)
+        (folder / RECIPE).write_text(text, encoding="utf-8")
+        (folder / FACTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """Return the recipe of a run, or `None` if the folder holds none."""
+        if not (folder / FACTS).is_file():
+            return None
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        settings = {name: Setting(**setting) for name, setting in facts.pop("settings").items()}
+        return cls(settings, **facts)
 
 
 class RecipeParser(HfArgumentParser):
@@ -25,7 +90,7 @@ class RecipeParser(HfArgumentParser):
         raise UserError(f"{message[:1].lower()}{message[1:]}. Run train.py --help for the flags.")
 
 
-def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, str]:
+def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, Recipe]:
     """Build the arguments from a recipe and flags: `[recipe.yaml] [--flag value ...]`.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
@@ -36,7 +101,7 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
         default_recipe: The recipe if the command line names none.
 
     Returns:
-        The arguments, and the resolved recipe as YAML: all that the recipe and the flags have set.
+        The arguments, and the recipe with all that the file and the flags have set.
 
     Raises:
         UserError: A file, a key, a flag or a value is wrong.
@@ -51,7 +116,7 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
         )
     else:
         recipe_path = default_recipe
-    recipe = _read_recipe(recipe_path)
+    given = _read_recipe(recipe_path)
 
     parser = RecipeParser(
         ARGUMENT_TYPES,
@@ -62,7 +127,7 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     known = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
-    for key in recipe:
+    for key in given:
         if key not in known:
             raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(key, known)}")
     for argument in argv:
@@ -76,14 +141,16 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
             raise UserError(f"unknown flag {argument.split('=')[0]}.{_guess(name, known, prefix='--')}")
 
     # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
-    recipe_argv = [argument for key, value in recipe.items() for argument in _as_arguments(key, value)]
-    given = _explicit(parser, recipe_argv) | _explicit(parser, argv)
+    recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
+    recipe = Recipe()
+    origins: list[tuple[Origin, list[str]]] = [("recipe", recipe_argv), ("flag", argv)]
+    for origin, arguments in origins:
+        recipe.add(_explicit(parser, arguments), origin)
+    recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
+    recipe.settings = {name: recipe.settings[name] for name in known if name in recipe.settings}
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
-    given.pop("resume_from_checkpoint", None)  # the resolved recipe starts a run afresh
-    return cast(Arguments, parsed), yaml.safe_dump(
-        {name: given[name] for name in known if name in given}, sort_keys=False
-    )
+    return cast(Arguments, parsed), recipe
 
 
 def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTScratchConfig, str | None]:
@@ -165,3 +232,7 @@ def _explicit(parser: RecipeParser, argv: Sequence[str]) -> dict[str, Any]:
 def _guess(name: str, known: Sequence[str], prefix: str = "") -> str:
     match = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{match[0]}?" if match else " Run train.py --help for the known ones."
+
+
+def _plain(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value

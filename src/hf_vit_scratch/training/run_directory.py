@@ -1,30 +1,18 @@
 """The folder of a run: who may write there, and what a resumed run goes on from."""
 
-import logging
-import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import UserError, blame_the_user
 from .arguments import ViTTrainingArguments
-from .checkpointing import damaged_files
+from .checkpointing import complete_checkpoints, find_checkpoint
+from .recipe import FACTS, RECIPE, Recipe
 
-logger = logging.getLogger(__name__)
-
-# Folder, within that of the run, of a checkpoint that is being written. The Trainer pushes nothing with such a name.
-STAGING = "_incomplete"
-
-# File, there, that a run holds locked. What begins with "_" is not pushed.
-LOCK = "_lock"
-
-# Before the fingerprint of the images, in a run's `recipe.yaml`.
-IMAGES_LINE = "# images: "
+LOCK = "_lock"  # marks a folder as in use; a name that begins with "_" is never pushed
 
 # What a resumed run may change: none of it moves a weight.
 RESUMABLE = {
@@ -37,14 +25,14 @@ RESUMABLE = {
 
 
 @contextmanager
-def claimed(args: ViTTrainingArguments) -> Iterator[None]:
-    """Keep other runs out of `output_dir`. The system ends the claim with the process, however that ends.
+def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
+    """Keep other runs out of `output_dir`. The system releases the lock when the process ends, however it ends.
 
     Raises:
         UserError: Another run is at work there.
     """
     output_dir = Path(args.output_dir)
-    if not args.should_save or output_dir.is_file():  # another process has claimed it; `resolve_checkpoint` refuses it
+    if not args.should_save or output_dir.is_file():  # `resolve_checkpoint` refuses a file
         yield
         return
     with blame_the_user():
@@ -68,50 +56,55 @@ def claimed(args: ViTTrainingArguments) -> Iterator[None]:
         lock.release()
 
 
-def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | None:
-    """The checkpoint to continue from, after making sure that no other run is overwritten.
+def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:
+    """Return the checkpoint to continue from, after making sure that no other run is overwritten.
 
-    `--resume_from_checkpoint` takes a folder, or `true` for the newest checkpoint in `output_dir`.
+    `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`.
 
     Args:
         args: The arguments.
-        recipe: The resolved recipe, to be compared with that of the run.
+        recipe: The recipe, to be compared with that of the run. It takes over what that run chose for its images.
 
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
             the run was begun with another recipe.
     """
-    checkpoint = _find_checkpoint(args)
-    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
-    if begun is not None and begun.is_file():
-        was, now = (yaml.safe_load(text) or {} for text in (begun.read_text(encoding="utf-8"), recipe))
-        free = set(RESUMABLE)
-        if not now.get("streaming") and all(recipe.get("dataloader_num_workers") for recipe in (was, now)):
-            free.add("dataloader_num_workers")  # without any, images may be augmented in batches, with other draws
-        if now.get("fit_to_images"):  # what the run has chosen for itself is taken over: `chosen_before`
-            free |= was.keys() - now.keys()
-        changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
-        if changed:
-            listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
-            raise UserError(
-                f"{checkpoint} belongs to a run with another recipe: {listed}. Repeat the run's own command, which "
-                f"{begun} begins with, and add --resume_from_checkpoint true."
-            )
+    output_dir, wanted = Path(args.output_dir), str(args.resume_from_checkpoint or "false")
+    checkpoint = find_checkpoint({"true": True, "false": False}.get(wanted.lower(), wanted), output_dir)
+    if checkpoint is None or checkpoint.resolve().parent != output_dir.resolve():
+        _refuse_other_run(output_dir)
+    begun = None if checkpoint is None else Recipe.load(checkpoint.parent)
+    if checkpoint is None or begun is None:
+        return checkpoint
+    was, now = (one.values("recipe", "flag") for one in (begun, recipe))
+    # The worker processes of a stream share out its files; other images depend on no number of workers.
+    free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
+    if changed:
+        listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
+        raise UserError(
+            f"{checkpoint} belongs to a run with another recipe: {listed}. Repeat the run's own command, which "
+            f"{checkpoint.parent / RECIPE} begins with, and add --resume_from_checkpoint true."
+        )
+    chosen = {name: setting for name, setting in begun.settings.items() if setting.origin == "images"}
+    recipe.settings |= {name: setting for name, setting in chosen.items() if name not in recipe.settings}
+    recipe.images = begun.images
     return checkpoint
 
 
-def chosen_before(checkpoint: str | None, given: Set[str]) -> dict[str, Any]:
-    """Return the values that the run of a checkpoint chose by its images; none without a checkpoint.
-
-    Args:
-        checkpoint: The result of `resolve_checkpoint`.
-        given: Names of the fields set by a recipe or a flag.
-    """
-    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
-    if begun is None or not begun.is_file():
-        return {}
-    was = yaml.safe_load(begun.read_text(encoding="utf-8")) or {}
-    return {name: value for name, value in was.items() if name not in given}
+def _refuse_other_run(output_dir: Path) -> None:
+    """Refuse a folder that holds more than a check, or a run killed before its first checkpoint, leaves behind."""
+    if not output_dir.exists():
+        return
+    if output_dir.is_dir():
+        incomplete = {path.name for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+        incomplete -= {path.name for path in complete_checkpoints(output_dir)}
+        if not {path.name for path in output_dir.iterdir()} - {RECIPE, FACTS, "samples.png", LOCK} - incomplete:
+            return
+    raise UserError(
+        f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint true, "
+        "choose another --output_dir, or delete it."
+    )
 
 
 def without_resuming(argv: Sequence[str]) -> list[str]:
@@ -123,62 +116,3 @@ def without_resuming(argv: Sequence[str]) -> list[str]:
         elif "=" not in argument:
             next(arguments, None)  # its value
     return kept
-
-
-def refuse_other_images(checkpoint: str | None, images: str) -> None:
-    """Refuse to resume where images were added or taken away: the splits would be cut anew.
-
-    Args:
-        checkpoint: From `resolve_checkpoint`.
-        images: The `fingerprint` of the splits.
-
-    Raises:
-        UserError: The run began with other images.
-    """
-    begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
-    if begun is None or not begun.is_file():
-        return
-    was = re.search(rf"^{IMAGES_LINE}(.+)$", begun.read_text(encoding="utf-8"), re.MULTILINE)
-    if was is not None and was[1] != images:
-        raise UserError(
-            f"{checkpoint} belongs to a run with other images: {was[1]}, now {images}. The splits would be cut anew, "
-            "so that images of training could come into the test split. Give the images back that the run began with, "
-            "each under its old name, or start a new run."
-        )
-
-
-def _find_checkpoint(args: ViTTrainingArguments) -> str | None:
-    output_dir = Path(args.output_dir)
-    wanted = str(args.resume_from_checkpoint or "false")
-    if wanted.lower() == "true":
-        # The Trainer writes this file last, so a folder without it was cut off while it was being saved.
-        complete = [state.parent for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
-        if not complete:
-            raise UserError(
-                f"{output_dir} holds no checkpoint to resume from. Start without --resume_from_checkpoint."
-            )
-        for folder in sorted(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
-            damaged = damaged_files(folder)
-            if not damaged:
-                return str(folder)
-            logger.warning("%s is damaged (%s) and not used.", folder, ", ".join(damaged))
-        raise UserError(f"{output_dir} holds no checkpoint that is not damaged. Start anew in another --output_dir.")
-
-    checkpoint = None if wanted.lower() == "false" else Path(wanted)
-    if checkpoint is not None and not (checkpoint / "trainer_state.json").is_file():
-        raise UserError(f"--resume_from_checkpoint: {wanted} is no checkpoint (it holds no trainer_state.json).")
-    if checkpoint is not None and (damaged := damaged_files(checkpoint)):
-        raise UserError(
-            f"--resume_from_checkpoint: {wanted} is damaged ({', '.join(damaged)}). With `true` the newest checkpoint "
-            "that is not damaged is taken."
-        )
-    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
-        return str(checkpoint)
-    # What a check, or a run that was killed before its first checkpoint, leaves can be overwritten.
-    remains = {"recipe.yaml", "samples.png", STAGING, LOCK}
-    if output_dir.exists() and (not output_dir.is_dir() or {path.name for path in output_dir.iterdir()} - remains):
-        raise UserError(
-            f"{output_dir} is not empty, and a run is never overwritten. Continue it with "
-            "--resume_from_checkpoint true, choose another --output_dir, or delete it."
-        )
-    return None if checkpoint is None else str(checkpoint)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from datasets import DatasetDict, IterableDataset
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -34,10 +34,9 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from ..speed.linear import onednn_is_faster
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_labels
-from .recipe import model_config, stage_arguments
-from .run_directory import IMAGES_LINE, chosen_before, refuse_other_images
-from .trainer import ViTTrainer, advising_on_memory
+from .arguments import Arguments, ModelArguments, refuse_labels, set_fields
+from .recipe import Recipe, model_config, stage_arguments
+from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
 
 logger = logging.getLogger(__name__)
@@ -58,21 +57,6 @@ class Data:
 
     def __post_init__(self) -> None:
         self.label_names = self.splits["validation"].features["label"].names
-
-
-@dataclass
-class Choices:
-    """What follows from arguments, images and machine.
-
-    Args:
-        config: The model's configuration.
-        start: The saved model to start from; `None` for random weights.
-        recipe: The resolved recipe as YAML, with every choice and its reason.
-    """
-
-    config: ViTScratchConfig
-    start: str | None
-    recipe: str
 
 
 def is_masked(args: Arguments) -> bool:
@@ -115,54 +99,56 @@ def load_data(args: Arguments) -> Data:
     return data
 
 
-def make_choices(args: Arguments, recipe: str, data: Data, checkpoint: str | None) -> Choices:
+def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratchConfig, str | None]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
     Args:
-        args: Changed in place.
-        recipe: Values set by the recipe and the flags, as YAML.
+        args: Arguments; changed in place.
+        recipe: Recipe; the choices are added.
         data: The images.
-        checkpoint: The checkpoint to resume from. Its run's choices are made again.
+
+    Returns:
+        The model's configuration, and the saved model to start from; `None` for random weights.
+
+    Raises:
+        UserError: The configuration is impossible, or a resumed run began with other images.
     """
     model_args, _, _, _, training = args
-    given = set(yaml.safe_load(recipe))
+    set_fields(args, recipe.values("images"))  # of the run that is resumed
     if data.stream is None:
-        refuse_other_images(checkpoint, images := fingerprint(data.splits))
-        recipe += f"{IMAGES_LINE}{images}\n"
-    chosen: list[auto_config.Choice] = []
+        images = fingerprint(data.splits)
+        if recipe.images not in ("", images):
+            raise UserError(
+                f"{training.output_dir} holds a run with other images: {recipe.images}, now {images}. The splits "
+                "would be cut anew, so training images could come into the test split. Restore the images that the "
+                "run began with, each under its old name, or start a new run."
+            )
+        recipe.images = images
     if training.fit_to_images:
-        adopted = chosen_before(checkpoint, given)
-        auto_config.set_fields(args, adopted)
-        given |= adopted.keys()
-        recipe += yaml.safe_dump(adopted, sort_keys=False) if adopted else ""
-        chosen = auto_config.fit_sizes(args, data.splits["train"], given)
-
+        auto_config.fit_sizes(args, data.splits["train"], recipe)
     config, start = model_config(model_args, data.label_names)
-    of_machine = hardware.choose(training, config, given)
+    recipe.machine = hardware.choose(training, config, recipe.settings.keys())
     if training.device.type == "cpu" and onednn_is_faster():
-        of_machine.append(
+        recipe.machine.append(
             "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
         )
-    if of_machine:
-        logger.info("Chosen for this machine (a flag overrides it):\n  %s", "\n  ".join(of_machine))
-        recipe += "".join(f"# chosen: {choice}\n" for choice in of_machine)
     if training.fit_to_images:
-        chosen += auto_config.fit_length(args, config, len(data.splits["train"]), given)
-        logger.info("Chosen for these images (a flag overrides it):\n  %s", "\n  ".join(map(str, chosen)))
-        recipe += "".join(f"# {choice.reason}\n{yaml.safe_dump(choice.values, sort_keys=False)}" for choice in chosen)
+        auto_config.fit_length(args, config, len(data.splits["train"]), recipe)
+    for what, choices in (("machine", recipe.machine), ("images", recipe.choices())):
+        if choices:
+            logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
     if training.check:
         training.torch_compile = False  # it takes longer than the check
-    return Choices(config, start, recipe)
+    return config, start
 
 
-def build_image_processor(choices: Choices) -> ViTImageProcessor:
+def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTImageProcessor:
     """Build the image processor, with the normalization of the saved model if training starts from one.
 
     Raises:
         UserError: The saved model has no image processor.
     """
-    start = choices.start
-    size = dict(zip(("height", "width"), choices.config.image_height_width, strict=True))
+    size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         return ViTImageProcessor(size=size, do_convert_rgb=True)
     try:
@@ -175,21 +161,21 @@ def build_image_processor(choices: Choices) -> ViTImageProcessor:
         ) from error
 
 
-def build_model(args: Arguments, choices: Choices) -> ViTScratchPreTrainedModel:
+def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) -> ViTScratchPreTrainedModel:
     """Build the model, with random weights or those of the saved model.
 
     Raises:
         UserError: The saved model does not fit, or the configuration is impossible for the task.
     """
     training = args[-1]
-    if training.whiten_patches and (choices.start is not None or args[1].streaming):
+    if training.whiten_patches and (start is not None or args[1].streaming):
         with_what = "--streaming, which has no images at hand" if args[1].streaming else "the saved model of --model"
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
-        if choices.start is None:
-            return model_class(choices.config)
-        return load_model(model_class, choices.start, choices.config)
+        if start is None:
+            return model_class(config)
+        return load_model(model_class, start, config)
 
 
 def load_model(
@@ -226,7 +212,6 @@ def load_model(
 def build_trainer(
     args: Arguments,
     data: Data,
-    choices: Choices,
     model: ViTScratchPreTrainedModel,
     image_processor: ViTImageProcessor,
 ) -> tuple[ViTTrainer, ImageClassificationDataset]:
@@ -239,7 +224,7 @@ def build_trainer(
         UserError: An argument cannot be used.
     """
     _, data_args, augmentation, mixing, training = args
-    config, seed, masked = choices.config, training.seed, is_masked(args)
+    config, seed, masked = model.config, training.seed, is_masked(args)
     stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation, config))
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
     mixup = Mixup(len(data.label_names), **vars(mixing), label_smoothing=training.label_smoothing_factor)
@@ -291,14 +276,14 @@ def build_trainer(
     return trainer, dataset_class(data.splits["test"], image_processor)
 
 
-def train(trainer: ViTTrainer, choices: Choices, checkpoint: str | None, command: str) -> None:
+def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
     """Write the recipe, train, and save the model; end the process if SIGTERM stopped it.
 
     A run is resumed if the user says so, never by a guess.
 
     Args:
         trainer: Changed by training.
-        choices: Its recipe is written beside the run.
+        recipe: Recipe, which is saved beside the run.
         checkpoint: The checkpoint to resume from.
         command: The command line that repeats the run.
 
@@ -308,9 +293,18 @@ def train(trainer: ViTTrainer, choices: Choices, checkpoint: str | None, command
     training, output_dir = trainer.args, Path(trainer.args.output_dir)
     if training.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "recipe.yaml").write_text(f"# {command}\n{choices.recipe}", encoding="utf-8")
-    with blame_the_user(until=lambda: trainer.has_started), advising_on_memory(training):
-        trainer.train(resume_from_checkpoint=checkpoint)
+        recipe.save(output_dir, command)
+    with blame_the_user(until=lambda: trainer.has_started):
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except torch.OutOfMemoryError as error:
+            batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+            raise UserError(
+                f"The device ran out of memory with {batch} images per batch. The same result comes from smaller "
+                f"batches: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
+                f"{2 * steps}. Or use --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
+                "--auto_find_batch_size true."
+            ) from error
     if trainer.stopped:
         trainer.accelerator.end_training()
         logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)

@@ -1,75 +1,83 @@
-"""What training a Vision Transformer from scratch needs beyond the stock Trainer."""
+"""The stock Trainer, with what training a Vision Transformer from scratch needs beyond it."""
 
-import json
 import logging
 import math
-import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import DynamoBackend
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    HubStrategy,
-    IntervalStrategy,
-    SaveStrategy,
-    get_last_checkpoint,
-)
-from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
 from ..evaluation.model_card import make_card, make_short_card
-from ..model.modeling_vit_scratch import ViTScratchLayer, ViTScratchPreTrainedModel
-from ..speed.hardware import can_compile, choose_muon_dtype, keep_freed_memory
+from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
+from ..speed.compiling import compile_layers, has_equal_layers
+from ..speed.hardware import keep_freed_memory
 from ..speed.linear import use_faster_linear
 from .arguments import ViTTrainingArguments
-from .checkpointing import publish, refuse_damage
-from .ema import EMA
+from .checkpointing import (
+    complete_checkpoints,
+    delete_checkpoint,
+    find_checkpoint,
+    finish_checkpoint,
+    refuse_damage,
+)
+from .clock import Clock
+from .ema import EMA, TRAINED_WEIGHTS, load_trained_weights, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
-from .optimizers import MuonWithAdamW, decayed_parameters, parameter_groups, schedule_by_progress
+from .optimizers import build_optimizer, decayed_parameters, schedule_by_progress
 from .progress_bar import ProgressByTime
-from .run_directory import STAGING
 
 logger = logging.getLogger(__name__)
 
-# Beside the Trainer's own files in a checkpoint.
-TRAINED_WEIGHTS = "trained_weights.safetensors"  # where model.safetensors holds their average
-PROGRESS_NAME = "progress.json"
-
 
 class _Hooks(TrainerCallback):
-    """The Trainer's events, handed to `ViTTrainer`."""
+    """What `ViTTrainer` does at the Trainer's events, in this order."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.clock.resume(state)
+        self.trainer.start_average()
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.finish_push_before_forking("train")
+        self.trainer.wait_for_push_before_forking()
         if self.trainer.sampler is not None:
             self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.after_step(control)
+        trainer = self.trainer
+        if trainer.ema is not None:
+            trainer.ema.update(trainer.model)
+        trainer.clock.update(state, control)
+        if trainer.graceful_stop.agreed(state.global_step):
+            trainer.stopped = control.should_save = control.should_training_stop = True
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer.has_started:  # a run that has ended was resumed
+            control.should_evaluate = control.should_save = False
         self._log_first(control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.finish_checkpoint()
+        self.trainer.restart_throughput()
 
     @staticmethod
     def _log_first(control: Any) -> None:
@@ -78,24 +86,22 @@ class _Hooks(TrainerCallback):
 
 
 class ViTTrainer(Trainer):
-    """The stock `Trainer` with what the best recipes need, and with exact losses and exact resumption.
+    """The stock `Trainer` with what the best recipes need, exact losses, and exact resumption.
 
-    Added: the optimizer of `optimizers.py`, a moving average of the weights, training for a given time,
-    the stages of `ImageClassificationDataset`, batches weighted by their images, whole checkpoints or none, the links
-    `best` and `last` to them, a stop at SIGTERM and at a loss that is not finite, and throughput in the log.
+    Added: the optimizers of `optimizers.py`, a moving average of the weights (`EMA`), training for a given time
+    (`Clock`), a stop at SIGTERM (`GracefulStop`), complete checkpoints (`checkpointing.py`), the training stages of
+    `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
 
     Args:
         args: Arguments of the stock Trainer.
-        stage: The stage of training from the share of it that is done.
+        stage: Function from the share of training that is done, 0 to 1, to the index of the training stage.
         kwargs: Options of the stock Trainer; `args` must be `ViTTrainingArguments`.
     """
 
     args: ViTTrainingArguments
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    # For `call_model_init`, which the stock constructor calls.
-    _layers_are_compiled = False
-    _ema: EMA | None = None
+    _layers_are_compiled = False  # the stock constructor calls `call_model_init`, which reads it
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
         training_args = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -104,158 +110,112 @@ class ViTTrainer(Trainer):
         if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
             kwargs["data_collator"] = collate
         super().__init__(*args, **kwargs)
+        if self.args.ema_decay is not None and self.is_fsdp_enabled:
+            raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
+        self.stage = stage
+        self.sampler: EpochSampler | None = None
+        self.ema: EMA | None = None
+        self.clock = Clock(self.args)
+        self.graceful_stop = GracefulStop(self.args)
+        self.stopped = False  # by SIGTERM
+        self.has_started = False  # training has come to its first step
+        self._resumed_checkpoint: Path | None = None
+        self._unfinished_checkpoint: Path | None = None
+        self._images_in_step = self._batches_in_step = 0
+        self._images, self._logged_time = 0, 0.0  # trained on since the last log in this process, and its time
         use_faster_linear(self.model)
+        if self.args.torch_compile and has_equal_layers(self.model):
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
+            self._layers_are_compiled = self._compile_layers(self.model)
         self.add_callback(_Hooks(self))
         if self.args.task == "image-classification":
             self.add_callback(LossWatch())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
-            self.add_callback(ProgressByTime(lambda: self._progress))
-        self.stage = stage
-        self.sampler: EpochSampler | None = None
-        self.stopped = False  # by SIGTERM
-        self._stop = GracefulStop(self.args)
-        self._images_in_step = self._batches_in_step = 0
-        self._images = 0  # trained on in this process since the last log
-        self._logged_time: float | None = None
-        self._seconds_before = 0.0  # of training, in the runs that this one resumes
-        self._start_time = 0.0
-        self._progress = 0.0
-        self._first_bad_step = torch.tensor(torch.inf)
-        self._staging = False
-        self._workers_started: set[str] = set()
-        self._layers_are_compiled = self.args.torch_compile and self._compile_layers(self.model)
-        if self.is_fsdp_enabled:
-            # At every step, of the patch embedding, whose output we do not change in place.
+            self.add_callback(ProgressByTime(lambda: self.clock.progress))
+        if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        if self.args.ema_decay is not None and self.is_fsdp_enabled:
-            raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
-
-    @property
-    def has_started(self) -> bool:
-        """Whether training has come to its first step."""
-        return self._logged_time is not None
-
-    def _compile_layers(self, model: nn.Module) -> bool:
-        """Compile one layer for all of them, which takes a fraction of the time that the whole model takes.
-
-        Only full training batches then run compiled; each other size would be compiled for itself. Layers that differ,
-        by their stochastic depth, stay with the stock Trainer, which compiles the model whole.
-
-        Returns:
-            Whether they were compiled.
-        """
-        layers = [module for module in model.modules() if isinstance(module, ViTScratchLayer)]
-        if len({layer.drop_path.drop_prob for layer in layers}) != 1:
-            return False
-        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the model as well
-        backend = cast(str, self.args.torch_compile_backend)
-        if backend == "inductor" and not can_compile(self.args.device.type):
-            logger.warning(
-                "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: "
-                "apt install g++ python3-dev): training goes on without it, and takes longer."
-            )
-            return False
-        for layer in layers:
-            layer.compile(backend=backend, mode=self.args.torch_compile_mode, dynamic=False)
-        return True
-
-    def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
-        eager = self._layers_are_compiled and condition
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     # Training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the stock Trainer does; at the end the model holds the averaged weights if there are any.
+        """Train as the stock Trainer does. Afterwards the model holds the averaged weights, if there are any.
 
         Raises:
-            UserError: The loss is not finite, or a checkpoint does not fit.
+            UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
         """
-        if resume_from_checkpoint is True:  # the stock Trainer looks for it later, and says if there is none
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else Path(resume_from_checkpoint)
-        if checkpoint is not None and checkpoint.is_dir() and not (checkpoint / SCHEDULER_NAME).is_file():
-            raise UserError(
-                f"{checkpoint} holds the model alone, as of --save_only_model. A run cannot be resumed from it; "
-                f"a new one can start from it: --model {checkpoint}."
-            )
-        self._logged_time = None
-        self.stopped = self._stop.requested = False
-        self._start_time = time.perf_counter()
+        self._resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self.has_started = self.stopped = self.graceful_stop.requested = False
+        self.ema, self._unfinished_checkpoint = None, None
+        self.clock.start()
         if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
-        self._progress, self._seconds_before, self._ema = 0.0, 0.0, None
-        self._first_bad_step = torch.tensor(torch.inf)
         if isinstance(self.train_dataset, ImageClassificationStream):
-            self.train_dataset.first_batch = 0
-        if self.args.should_save:
-            shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
-        if self.args.ema_decay is not None:
-            self._ema = EMA(self.model, self.args.ema_decay)
-        if checkpoint is not None:
-            resume_from_checkpoint = str(checkpoint)
-            self._load_progress(checkpoint)
-            if isinstance(self.train_dataset, ImageClassificationStream) and not self.args.ignore_data_skip:
-                state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-                self.train_dataset.first_batch = state.global_step * self.args.gradient_accumulation_steps
+            steps = 0
+            if checkpoint is not None and not self.args.ignore_data_skip:
+                steps = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
+            self.train_dataset.first_batch = steps * self.args.gradient_accumulation_steps
         best_was_loaded = False
+        # `finish_checkpoint` deletes old checkpoints, once the new one is complete.
+        save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._save_total_limit = save_total_limit
         try:
-            with self._stop.listening():
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-            # It is an averaged one already.
+            with self.graceful_stop.listening():
+                output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
             best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
-        finally:  # also where it was interrupted
-            if self._ema is not None and self._ema.steps and not best_was_loaded:
-                self._ema.swap(self.model)
-            self._ema, self._images_in_step = None, 0
+        except (OSError, RuntimeError) as error:
+            if "No space left" not in str(error):
+                raise
+            if self._unfinished_checkpoint is not None and self.args.should_save:
+                delete_checkpoint(self._unfinished_checkpoint)
+            raise UserError(
+                f"{self.args.output_dir} cannot be written to: {error}. {self._last_checkpoint()}."
+            ) from error
+        finally:  # after an interruption, too
+            self.args.save_total_limit = save_total_limit
+            if self.ema is not None and self.ema.steps and not best_was_loaded:  # the best one is an average already
+                self.ema.swap(self.model)
+            self.ema, self._images_in_step = None, 0
         return output
 
+    def start_average(self) -> None:
+        """Begin the moving average of the weights, or go on with that of the checkpoint."""
+        checkpoint, decay = self._resumed_checkpoint, self.args.ema_decay
+        if checkpoint is not None and (checkpoint / TRAINED_WEIGHTS).exists() != (decay is not None):
+            raise UserError(
+                f"{checkpoint} was saved {'without' if decay else 'with'} a moving average of the weights. Resume "
+                "with the same --ema_decay."
+            )
+        if decay is not None:
+            self.ema = EMA(self.model, decay, steps=self.state.global_step)
+            if checkpoint is not None:
+                load_trained_weights(self.model, checkpoint)
+
     def call_model_init(self, trial: Any = None) -> Any:
-        """A new model from `model_init`, compiled and averaged as the one that it takes the place of."""
+        """Make a new model by `model_init`, as fast as the first one."""
         model = use_faster_linear(super().call_model_init(trial))
         if self._layers_are_compiled:
             self._compile_layers(model)
-        if self._ema is not None:
-            steps = self._ema.steps
-            self._ema = EMA(model.to(self.args.device), cast(float, self.args.ema_decay))
-            self._ema.steps = steps
         return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to."""
+        """Return the parameters that weight decay applies to."""
         return decayed_parameters(model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW as the arguments say, or Muon with it; with layer-wise learning rates."""
+        """Create AdamW as the arguments say, or Muon with it, with layer-wise learning rates."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            groups = parameter_groups(
-                self.model,
-                learning_rate=self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                layer_decay=self.args.layer_decay,
-                muon=self.args.muon,
-                muon_learning_rate=self.args.muon_learning_rate,
-            )
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            if self.args.muon:
-                if optimizer_class is not torch.optim.AdamW:
-                    raise UserError(
-                        f"muon goes together with AdamW only, got optim {OptimizerNames(self.args.optim).value}."
-                    )
-                dtype = self.args.muon_dtype or choose_muon_dtype(self.args.device.type)
-                self.optimizer = MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), **options)
-            else:
-                self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = build_optimizer(self.model, self.args, optimizer_class, options)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The stock schedule; with `max_train_minutes` it follows the clock where that is ahead of the steps."""
+        """Create the stock schedule. With `max_train_minutes` it follows the clock if that is ahead."""
         if self.args.max_train_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         self.lr_scheduler = schedule_by_progress(
             self.args.lr_scheduler_type,
             optimizer or self.optimizer,
-            lambda: self._progress,
+            lambda: self.clock.progress,
             self.args.get_warmup_steps(num_training_steps) / num_training_steps,
             cast(dict[str, Any] | None, self.args.lr_scheduler_kwargs),
         )
@@ -264,11 +224,10 @@ class ViTTrainer(Trainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataset, ImageClassificationStream):
-            # It makes batches, for this process alone; accelerate would share them out once more.
             dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
+            # A stream makes batches for this process alone; accelerate would split them among the processes.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-            options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-            return DataLoader(dataset, batch_size=None, **options)
+            return DataLoader(dataset, None, **{name: getattr(self.args, f"dataloader_{name}") for name in names})
         # Where the user has asked for worker processes, they prepare the images.
         if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
             device = self.args.device
@@ -285,30 +244,19 @@ class ViTTrainer(Trainer):
         batches = len(rows) // batch_size if args.dataloader_drop_last else math.ceil(len(rows) / batch_size)
         steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
         epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-        seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler = EpochSampler(
             len(rows),
-            seed,
+            args.seed if args.data_seed is None else args.data_seed,
             batch_size * args.gradient_accumulation_steps,
-            lambda passed: self.stage(max(passed / epochs, self._progress)),
+            lambda passed: self.stage(max(passed / epochs, self.clock.progress)),
         )
         return self.sampler
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        # The stock loop would train one step more when a run that has ended is resumed.
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return None
-        if not isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
-            return super()._run_epoch(*args, **kwargs)
-        self.train_dataset.finish_later = True  # in `training_step`, on the device
-        try:
-            return super()._run_epoch(*args, **kwargs)
-        finally:
-            self.train_dataset.finish_later = False
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of one optimizer step; remember how many images they hold together."""
+        """Return the batches of one optimizer step, and remember how many images they hold together."""
+        if self.state.global_step >= self.state.max_steps:  # the stock loop would train one step more
+            self.control.should_training_stop = True
+            return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._images_in_step = sum(find_batch_size(batch) for batch in batches)
         self._batches_in_step = len(batches)
@@ -317,10 +265,10 @@ class ViTTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss, in training weighted so that every image of an optimizer step counts the same.
+        """Return the loss, in training weighted so that every image of an optimizer step counts the same.
 
-        The Trainer takes the mean of the means of the batches that it accumulates, of which the last may be smaller;
-        but for a loss that takes the number of images of the step itself.
+        The stock Trainer takes the mean over the accumulated batches, of which the last may be smaller. A loss that
+        takes the number of images in the step needs no weight.
         """
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -330,139 +278,108 @@ class ViTTrainer(Trainer):
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """One forward and backward pass; remember the first step whose loss is not finite, without waiting for it."""
-        if self._logged_time is None:
-            self._images, self._logged_time = 0, time.perf_counter()
+        """Make one forward and backward pass; a batch that is not full runs without the compiled layers."""
+        if not self.has_started:
+            self.has_started = True
+            self.restart_throughput()
         if isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
             inputs = self.train_dataset.batch_transform.finish(self._prepare_inputs(inputs))
         self._images += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
-            loss = super().training_step(model, inputs, *args, **kwargs)
-        step = torch.where(torch.isfinite(loss), torch.inf, self.state.global_step + 1)
-        self._first_bad_step = torch.minimum(step, self._first_bad_step.to(step.device))
-        return loss
+            return super().training_step(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Nothing: the stock estimate is made for text, and walks the whole model at every step."""
+        """Return 0: the stock estimate is made for text, and walks the whole model at every step."""
         return 0
-
-    def after_step(self, control: Any) -> None:
-        """What follows an optimizer step: the average, the clock, and a stop that was asked for."""
-        if self._ema is not None:
-            self._ema.update(self.model)
-        if self.args.max_train_minutes is not None:
-            share = torch.tensor([self._minutes_trained() / self.args.max_train_minutes], device=self.args.device)
-            if self.args.world_size > 1:
-                torch.distributed.broadcast(share, src=0)  # all must follow one clock
-            self._progress = min(1.0, max(share.item(), self.state.global_step / self.state.max_steps))
-            if self._progress >= 1:  # what the stock Trainer does at the last step
-                control.should_training_stop = True
-                control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
-                control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
-        if self._stop.agreed(self.state.global_step):
-            self.stopped = control.should_save = control.should_training_stop = True
-
-    def _minutes_trained(self, now: float | None = None) -> float:
-        return (self._seconds_before + (now or time.perf_counter()) - self._start_time) / 60
-
-    def _with_average(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ema is None else self._ema.swapped(self.model)
 
     # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the throughput since the last line, without evaluation and saving, and the minutes that all took.
+        """Add the throughput of training since the last line, and the minutes since the start.
 
         Raises:
             UserError: The loss is not finite.
         """
         if self.is_in_train and not math.isfinite(logs.get("loss", 0.0)):
-            self._refuse_loss(logs["loss"])
-        now = time.perf_counter()
-        if "loss" in logs and self._logged_time is not None:
-            logs["images_per_second"] = round(self._images * self.args.world_size / (now - self._logged_time), 1)
-            self._images, self._logged_time = 0, now
+            raise UserError(
+                f"The loss is {logs['loss']} at step {self.state.global_step}. {self._last_checkpoint()}. The likely "
+                f"cause is a learning rate that is too high (now {self._get_learning_rate():.3g}), too short a "
+                "warm-up, or 16-bit precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, "
+                "or a lower --max_grad_norm."
+            )
+        if "loss" in logs and self.has_started:
+            seconds = time.perf_counter() - self._logged_time
+            logs["images_per_second"] = round(self._images * self.args.world_size / seconds, 1)
+            self.restart_throughput()
         if self.is_in_train:
-            logs["minutes"] = round(self._minutes_trained(now), 2)
+            logs["minutes"] = round(self.clock.minutes, 4)
         super().log(logs, start_time)
         logs.pop("minutes", None)  # a search for hyperparameters would add it to the metrics that it is for
 
-    def _refuse_loss(self, loss: float) -> None:
-        last = Path(self.args.output_dir) / "last"
-        good = f"The last good checkpoint is {last.resolve()}" if last.exists() else "No checkpoint was saved yet"
-        raise UserError(
-            f"The loss is {loss} since step {int(self._first_bad_step)}. {good}. The likely cause is a learning rate "
-            f"that is too high (now {self._get_learning_rate():.3g}), too short a warm-up, or 16-bit precision: try a "
-            "lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower --max_grad_norm."
-        )
+    def restart_throughput(self) -> None:
+        """Count images and time from here on."""
+        self._images, self._logged_time = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
-        with self._clock_stopped(), self._with_average(), self._uncompiled_if(True):
-            self.finish_push_before_forking("evaluation")
+        self.wait_for_push_before_forking()
+        with self._averaged(), self._uncompiled_if(True):
             output = super().evaluation_loop(*args, **kwargs)
         metrics = cast(dict[str, float], output.metrics)
         for name in list(metrics):
             # The stock mean counts the images twice with which a last batch is filled up for many devices.
             if name.endswith("_exact_loss"):
                 metrics[name.replace("_exact_loss", "_loss")] = metrics.pop(name)
+        self.restart_throughput()
         return output
 
     # Checkpoints
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside and then give it its name, so that one with a name is whole."""
-        run_dir = Path(super()._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        staged, final = run_dir / STAGING / name, run_dir / name
-        try:
-            with self._clock_stopped():
-                if self.args.should_save:
-                    staged.mkdir(parents=True, exist_ok=True)
-                    self._save_progress(staged)
-                self._staging = True
-                with self._with_average():
-                    super()._save_checkpoint(model, trial)
-                self._staging = False
-                self.accelerator.wait_for_everyone()
-                best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-                if self.state.best_global_step and (best == final or best.is_dir()):
-                    self.state.best_model_checkpoint = str(best)  # the stock Trainer has looked beside `staged`
-                if self.args.should_save:
-                    self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                    publish(staged, final, Path(self.state.best_model_checkpoint or ""), self.args.save_total_limit)
-                self.accelerator.wait_for_everyone()
-                if self.args.push_to_hub:
-                    self._push_from_checkpoint(str(final))
-        except (OSError, RuntimeError) as error:
-            self._staging = False
-            if not isinstance(error, OSError) and "No space left" not in str(error):
-                raise
-            shutil.rmtree(run_dir / STAGING, ignore_errors=True)
-            last = run_dir / "last"
-            kept = f"{last.resolve()} is whole" if last.exists() else "there is none yet"
-            raise UserError(f"{final} cannot be written: {error}. The last checkpoint: {kept}.") from error
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
+        with self._averaged():
+            super().save_model(output_dir, _internal_call)
+        if self.is_in_train and output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR):
+            self._unfinished_checkpoint = Path(output_dir)
+            if self.ema is not None and self.args.should_save:
+                save_trained_weights(self.model, Path(output_dir))
 
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir = super()._get_output_dir(trial)
-        return os.path.join(run_dir, STAGING) if self._staging else run_dir
+    def finish_checkpoint(self) -> None:
+        """Make the newest checkpoint complete, once all processes have written their parts of it."""
+        if self._unfinished_checkpoint is None:
+            return
+        folder, self._unfinished_checkpoint = self._unfinished_checkpoint, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            finish_checkpoint(folder, None if best is None else Path(best), self._save_total_limit)
+        self.accelerator.wait_for_everyone()
 
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Make the repository on the Hub.
+    def _last_checkpoint(self) -> str:
+        newest = complete_checkpoints(Path(self.args.output_dir))
+        return f"The last complete checkpoint is {newest[0]}" if newest else "No checkpoint was saved yet"
 
-        Raises:
-            UserError: The Hub cannot be reached, or refuses.
-        """
-        try:
-            super().init_hf_repo(*args, **kwargs)
-        except Exception as error:  # the client has many kinds
-            reason = " ".join(str(error).split())
-            raise UserError(f"The Hub cannot be reached, or refuses: {reason} ({type(error).__name__}).") from error
+    def _load_best_model(self) -> None:
+        # The stock Trainer would load a damaged file without a word.
+        refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # With a warning alone a run goes on from a mixture of loaded and new weights (transformers issue 43701).
+        if load_result.missing_keys or load_result.unexpected_keys:
+            raise UserError(
+                "A checkpoint must hold exactly the model's tensors. "
+                f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
+                "Resume with the configuration that the checkpoint was made with; a model that transformers saves "
+                "under other names than its own, as it does its ViT, cannot be loaded back: --save_strategy no."
+            )
+
+    # The Hub
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint, once it has its name; with the model's code, which the stock Trainer leaves out."""
-        # While staging this was asked by `super()._save_checkpoint`; at the end everything is pushed.
-        if self._staging or self.args.hub_strategy == HubStrategy.END:
+        # The stock Trainer would push a checkpoint that is not complete, and leave out the model's code and our card.
+        self.finish_checkpoint()
+        if self.args.hub_strategy == HubStrategy.END:
             return
         if self.is_world_process_zero():
             if self.args.hub_always_push:
@@ -476,15 +393,9 @@ class ViTTrainer(Trainer):
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def finish_push_before_forking(self, purpose: str) -> None:
-        """Wait for a push before worker processes start, which could else hang for ever.
-
-        huggingface_hub closes its connections in every forked process, by a lock that the thread of the push may have
-        held at that moment. Workers that persist start once.
-        """
-        started = self.args.dataloader_persistent_workers and purpose in self._workers_started
-        if self.args.dataloader_num_workers and not started:
-            self._workers_started.add(purpose)
+    def wait_for_push_before_forking(self) -> None:
+        """Wait for a push before worker processes start: each would take a lock that the push may hold, and hang."""
+        if self.args.dataloader_num_workers:
             self._finish_current_push()
 
     def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
@@ -511,82 +422,18 @@ class ViTTrainer(Trainer):
         if self.is_in_train:
             status = "Its training goes on: these weights are not the last ones."
         elif self.args.task == "masked-image-modeling":
-            status = "It was trained without labels, to paint what was masked; it is a start for other training."
+            status = "It was trained without labels, to reconstruct masked patches; other training can start from it."
         make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license)
 
-    def _save_progress(self, folder: Path) -> None:
-        """What the Trainer does not keep: the time spent, and the trained weights where the average is the model."""
-        seconds = 60 * self._minutes_trained()
-        averaged = 0 if self._ema is None else self._ema.steps
-        if averaged:
-            state = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
-            save_file(state, folder / TRAINED_WEIGHTS, metadata={"format": "pt"})
-        (folder / PROGRESS_NAME).write_text(json.dumps({"seconds": seconds, "averaged_steps": averaged}))
+    # Contexts
 
-    def _load_progress(self, folder: Path) -> None:
-        try:
-            progress = json.loads((folder / PROGRESS_NAME).read_text())
-        except FileNotFoundError:  # a checkpoint of the stock Trainer
-            progress = {"seconds": 0.0, "averaged_steps": 0}
-        self._seconds_before = progress["seconds"]
-        if bool(progress["averaged_steps"]) != (self._ema is not None):
-            raise UserError(
-                f"{folder} was saved {'with' if progress['averaged_steps'] else 'without'} a moving average of the "
-                "weights. Resume with the same --ema_decay."
-            )
-        if self._ema is not None:
-            self._ema.steps = progress["averaged_steps"]
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.ema is None else self.ema.swapped(self.model)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        refuse_damage(Path(resume_from_checkpoint))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._ema is not None:  # the file of the model holds the average
-            self._ema.average.module.load_state_dict(self.model.state_dict())
-            trained = load_file(Path(resume_from_checkpoint) / TRAINED_WEIGHTS)
-            self._issue_warnings_after_load(self.model.load_state_dict(trained, strict=False))
+    def _compile_layers(self, model: nn.Module) -> bool:
+        backend, mode = cast(str, self.args.torch_compile_backend), self.args.torch_compile_mode
+        return compile_layers(model, self.args.device.type, backend, mode)
 
-    def _load_best_model(self) -> None:
-        refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
-        super()._load_best_model()
-
-    @contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self._logged_time is not None:
-            self._logged_time += time.perf_counter() - start
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse a checkpoint that does not hold exactly this model's tensors; the stock Trainer only warns.
-
-        Called after resuming and after the best model is loaded. With a warning alone a run goes on from a mixture of
-        loaded and fresh weights (https://github.com/huggingface/transformers/issues/43701).
-
-        Raises:
-            UserError: Names the tensors that are missing or too many.
-        """
-        if load_result.missing_keys or load_result.unexpected_keys:
-            raise UserError(
-                "A checkpoint must hold exactly the model's tensors. "
-                f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
-                "Resume with the configuration that the checkpoint was made with; a model that transformers saves "
-                "under other names than its own, as it does its ViT, cannot be loaded back: --save_strategy no."
-            )
-
-
-@contextmanager
-def advising_on_memory(args: ViTTrainingArguments) -> Iterator[None]:
-    """Say what to change when memory runs out.
-
-    Raises:
-        UserError: In the place of torch's `OutOfMemoryError`.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        raise UserError(
-            f"The device ran out of memory with {batch} images per batch. The same result comes from smaller batches: "
-            f"--per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps {2 * steps}. Or use "
-            "--gradient_checkpointing true, --bf16 true, a smaller --image_size, or --auto_find_batch_size true."
-        ) from error
+    def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
+        eager = self._layers_are_compiled and condition
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()

@@ -1,0 +1,50 @@
+"""The time spent on training, and the end of training after `max_train_minutes`."""
+
+import time
+
+import torch
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from .arguments import ViTTrainingArguments
+
+
+class Clock:
+    """Measures training time over all resumed parts of a run.
+
+    Args:
+        args: Arguments of the run.
+    """
+
+    def __init__(self, args: ViTTrainingArguments):
+        self.args = args
+        self.progress = 0.0  # share of the training that is done, if `max_train_minutes` limits it
+        self.seconds_before = 0.0  # of the parts that are resumed
+        self._start_time = 0.0
+
+    def start(self) -> None:
+        """Start at zero."""
+        self.progress = self.seconds_before = 0.0
+        self._start_time = time.perf_counter()
+
+    def resume(self, state: TrainerState) -> None:
+        """Add the time that the log of a resumed run ends with."""
+        self.seconds_before = 60 * max((line.get("minutes", 0.0) for line in state.log_history), default=0.0)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes spent on training."""
+        return (self.seconds_before + time.perf_counter() - self._start_time) / 60
+
+    def update(self, state: TrainerState, control: TrainerControl) -> None:
+        """Measure the progress after a step, and end the training when the time is over."""
+        if self.args.max_train_minutes is None:
+            return
+        share = torch.tensor([self.minutes / self.args.max_train_minutes], device=self.args.device)
+        if self.args.world_size > 1:
+            torch.distributed.broadcast(share, src=0)  # all processes must follow one clock
+        self.progress = min(1.0, max(share.item(), state.global_step / state.max_steps))
+        if self.progress >= 1:  # as the stock Trainer does at the last step
+            control.should_training_stop = True
+            control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
+            control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
