@@ -1,5 +1,6 @@
 """The Trainer's promises: what decays, what a resumed run restores, and what a loss counts for."""
 
+import inspect
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from helpers import TINY
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import TrainerCallback, TrainingArguments, ViTImageProcessor
+from transformers import Trainer, TrainerCallback, TrainingArguments, ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.augmentation import training_stages
@@ -102,6 +103,26 @@ class EarlierIsBetter(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         metrics["eval_earliness"] = -state.global_step
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_get_dataloader", "dataset description batch_size sampler_fn is_training dataloader_key"),
+        ("_get_train_sampler", "train_dataset"),
+        ("_issue_warnings_after_load", "load_result"),
+        ("_load_best_model", ""),
+        ("_push_from_checkpoint", "checkpoint_folder"),
+    ],
+)
+def test_private_methods_that_are_overridden_are_those_of_the_stock_trainer(name, parameters):
+    assert name in vars(ViTTrainer)
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == ["self", *parameters.split()]
+
+
+def test_no_other_private_method_of_the_stock_trainer_is_overridden():
+    private = {name for name in vars(ViTTrainer).keys() & vars(Trainer).keys() if name[0] == "_" and name[1] != "_"}
+    assert len(private) <= 6
 
 
 @STYLES
