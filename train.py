@@ -1,8 +1,8 @@
 """Train a Vision Transformer from scratch: an image classifier, or without labels an encoder.
 
     python train.py                                                   the digits of scikit-learn, no network needed
-    python train.py recipes/cifar10_cpu.yaml --learning_rate 1e-3     a recipe, and a flag that overrides it
-    accelerate launch train.py recipes/cifar10_cpu.yaml               many devices
+    python train.py cifar10_cpu --learning_rate 1e-3     a recipe, and a flag that overrides it
+    accelerate launch train.py cifar10_cpu               many devices
 
 Every flag is a field of a dataclass of `hf_vit_scratch.training.arguments` or of transformers' `TrainingArguments`;
 `python train.py --help` lists them.
@@ -23,12 +23,10 @@ from hf_vit_scratch.training.arguments import Arguments
 from hf_vit_scratch.training.recipe import Recipe, parse_recipe
 from hf_vit_scratch.training.run_directory import lock_run_directory, resolve_checkpoint, without_resuming
 
-DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "digits.yaml"
-
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Train as the command line says; return the metrics of the test split."""
-    args, recipe = parse_recipe(argv, DEFAULT_RECIPE)
+    args, recipe = parse_recipe(argv)
     training_args = args[-1]
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own

@@ -5,7 +5,7 @@
 A set-up of a widely read tutorial: hidden size 256, 12 layers, 8 heads, 4x4 patches by a Conv2d through
 `inputs_embeds`, a class token from N(0, 1 / hidden size), a readout of Linear, GELU, Linear; flips and crops after
 padding by 4; AdamW with a constant rate of 5e-4, batches of 192, float32; the rest (no weight decay, gradients clipped
-at 1) as the stock Trainer has it. `recipes/cifar10_bert_tutorial.yaml` is much the same in this package. The split is
+at 1) as the stock Trainer has it. `cifar10_bert_tutorial.yaml` is much the same in this package. The split is
 that of `train.py`; the log is written to `log.json`.
 """
 

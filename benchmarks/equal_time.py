@@ -3,7 +3,7 @@
     python benchmarks/equal_time.py architecture --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/architecture
     python benchmarks/equal_time.py pretraining --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/pretraining
 
-Each trial is `train.py` with the model and rates of `recipes/cifar10_cpu.yaml` for a number of steps. The time of a
+Each trial is `train.py` with the model and rates of `cifar10_cpu.yaml` for a number of steps. The time of a
 step is measured first, all choices in turn, round by round; a choice whose step costs more gets fewer steps. So trials
 on a machine that is not idle stay comparable, and seeds can run as several processes with one output folder, once it
 holds `costs.json` and the data.
@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402  # it lies beside the package, not in it
 
-RECIPE = yaml.safe_load((ROOT / "recipes" / "cifar10_cpu.yaml").read_text(encoding="utf-8"))
+RECIPE = yaml.safe_load((ROOT / "src/hf_vit_scratch/recipes/cifar10_cpu.yaml").read_text(encoding="utf-8"))
 BF16 = bf16_is_fast("cpu")  # as `train.py` chooses
 BATCH, SIZES = RECIPE["per_device_train_batch_size"], (RECIPE["initial_image_size"], RECIPE["image_size"])
 

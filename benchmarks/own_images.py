@@ -7,7 +7,7 @@
 after the other, on the cores of `--cores`. A finished run is a JSON file in `--output_dir` and is not repeated, so the
 benchmark can be stopped and continued. `table` prints what is there as Markdown.
 
-- `ours`: `python train.py recipes/your_images.yaml --data FOLDER --max_train_minutes ...`, as a newcomer types it.
+- `ours`: `python train.py your_images --data FOLDER --max_train_minutes ...`, as a newcomer types it.
 - `timm_vit`: timm's `VisionTransformer` of the size that `ours` has chosen; AdamW at 1e-3, warm-up of 5%, cosine.
 - `timm_resnet18`: timm's `resnet18` at 64x64 pixels; the same optimizer.
 - `transformers_vit`: transformers' `ViTForImageClassification` of the same size and the stock `Trainer`, with the
@@ -83,7 +83,7 @@ def run_one(method: str, folder: Path, minutes: float, seed: int, cores: str, ou
     seconds = 60 * minutes - RESERVE[method]
     if method == "ours":
         seconds -= RESERVE_PER_IMAGE * len(list(folder.glob("train/*/*")))
-        command = [*pinned, "train.py", "recipes/your_images.yaml", "--data", str(folder), "--output_dir",
+        command = [*pinned, "train.py", "your_images", "--data", str(folder), "--output_dir",
                    str(run_dir / "run"), "--max_train_minutes", f"{seconds / 60:.3f}", "--seed", str(seed),
                    "--disable_tqdm", "true"]  # fmt: skip
     else:

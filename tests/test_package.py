@@ -28,10 +28,16 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
-    files = ("py.typed", "cli.py", "evaluation/model_card_template.md", "interpretation/explorer_files/page.css")
+    files = (
+        "py.typed",
+        "cli.py",
+        "recipes/digits.yaml",
+        "evaluation/model_card_template.md",
+        "interpretation/explorer_files/page.css",
+    )
     assert {f"hf_vit_scratch/{name}" for name in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests", "recipes", "train")) for name in names)
+    assert not any(name.startswith(("tests", "accelerate_configs", "train")) for name in names)
     assert done.stdout.split(maxsplit=1) == [f"{env_path}/hf_vit_scratch/__init__.py", "(14, 14)\n"], done.stderr
 
 

@@ -38,7 +38,7 @@ def finished_run(tmp_path):
         metrics = {
             "test_accuracy": right / 3, "test_top5_accuracy": 1.0, "test_loss": 0.7, "epoch": 3.0, "labels": LABELS,
             "data_is_on_the_hub": data_is_on_the_hub,
-            "command": f"python train.py recipes/x.yaml --output_dir {folder}", **report, **describe_machine(),
+            "command": f"python train.py x --output_dir {folder}", **report, **describe_machine(),
         }  # fmt: skip
         (folder / "metrics.json").write_text(json.dumps(metrics))
         log = [{"step": step, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 101)]
@@ -125,7 +125,7 @@ def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
 
     assert str(tmp_path) not in str(card)
     assert "data: photos" in str(card)
-    assert "python train.py recipes/x.yaml --output_dir a" in str(card)
+    assert "python train.py x --output_dir a" in str(card)
     assert "my photographs: 3 test images" in str(card)
     assert card.data.datasets is None
 

@@ -138,7 +138,7 @@ def test_recipe_is_understood_or_refused(recipe_file, figure):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a flag of transformers is an old one, for example
-                (model, *_), _ = parse_recipe([str(recipe_file), "--use_cpu", "true"], recipe_file)
+                (model, *_), _ = parse_recipe([str(recipe_file), "--use_cpu", "true"])
                 model_config(model, ["a", "b"])
         except UserError:
             refused += 1
@@ -154,8 +154,8 @@ def test_recipe_is_understood_or_refused(recipe_file, figure):
 def test_recipe_runs_no_code(recipe_file, tmp_path):
     recipe_file.write_text(f"seed: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'harm'}]\n")
     with pytest.raises(UserError):
-        parse_recipe([str(recipe_file)], recipe_file)
+        parse_recipe([str(recipe_file)])
     recipe_file.write_text(f"!!python/object/apply:os.system ['touch {tmp_path / 'harm'}']\n")
     with pytest.raises(UserError, match="must be lines of"):
-        parse_recipe([str(recipe_file)], recipe_file)
+        parse_recipe([str(recipe_file)])
     assert not (tmp_path / "harm").exists()

@@ -8,7 +8,7 @@ import torch
 import yaml
 from datasets import Dataset, Features
 from PIL import Image
-from test_train_script import ROOT, train
+from test_train_script import train
 
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
@@ -16,7 +16,7 @@ from hf_vit_scratch.training import auto_config
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.recipe import model_config, parse_recipe
 
-YOUR_IMAGES = ROOT / "recipes" / "your_images.yaml"
+YOUR_IMAGES = "your_images"
 
 
 def rows_of(sizes):
@@ -30,7 +30,7 @@ def rows_of(sizes):
 
 def fitted(sizes, *flags):
     """The values of all arguments after the sizes were chosen, by name, and the choices as text."""
-    args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    args, recipe = parse_recipe([YOUR_IMAGES, *flags])
     auto_config.fit_sizes(args, rows_of(sizes), recipe)
     return {name: value for part in args for name, value in vars(part).items()}, recipe.choices()
 
@@ -38,7 +38,7 @@ def fitted(sizes, *flags):
 def length(number, speed, monkeypatch, *flags):
     """The values of all arguments after the length was chosen, for so many images and images per second."""
     monkeypatch.setattr(auto_config, "measure_speed", lambda *_: speed)
-    args, recipe = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    args, recipe = parse_recipe([YOUR_IMAGES, *flags])
     config, _ = model_config(args[0], ["a", "b"])
     auto_config.fit_length(args, config, number, recipe)
     return {name: value for part in args for name, value in vars(part).items()}, recipe.choices()
@@ -47,7 +47,7 @@ def length(number, speed, monkeypatch, *flags):
 def test_broken_image_is_no_hindrance_to_the_choice(class_folders):
     for file in class_folders.glob("*/*.jpg"):
         file.write_bytes(file.read_bytes()[:-100])  # named when it is read
-    args, recipe = parse_recipe([str(YOUR_IMAGES)], YOUR_IMAGES)
+    args, recipe = parse_recipe([YOUR_IMAGES])
     auto_config.fit_sizes(args, load_splits(str(class_folders))["train"], recipe)
     assert recipe.choices()[0].startswith("image_size 64: half of the images are 64 pixels or less")
 
@@ -173,7 +173,7 @@ def test_speed_is_measured_and_leaves_the_random_state_alone(monkeypatch):
     monkeypatch.setattr(auto_config, "SECONDS", 0.1)
     flags = ["--image_size", "16", "--patch_size", "8", "--hidden_size", "16", "--num_hidden_layers", "1",
              "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true"]  # fmt: skip
-    args, _ = parse_recipe([str(YOUR_IMAGES), *flags], YOUR_IMAGES)
+    args, _ = parse_recipe([YOUR_IMAGES, *flags])
     config, _ = model_config(args[0], ["a", "b"])
     before = torch.get_rng_state()
 
@@ -193,7 +193,7 @@ def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_ar
             image.resize((90 + 20 * number, 70)).convert(mode).save(path.with_suffix(".tif"))
         path.unlink()
     short = ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "steps", "--save_steps", "1"]
-    argv = [str(YOUR_IMAGES), "--data", str(class_folders), *short, "--output_dir", str(tmp_path / "run"),
+    argv = [YOUR_IMAGES, "--data", str(class_folders), *short, "--output_dir", str(tmp_path / "run"),
             "--use_cpu", "true", "--disable_tqdm", "true"]  # fmt: skip
 
     with caplog.at_level("INFO"):

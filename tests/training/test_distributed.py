@@ -16,7 +16,7 @@ from transformers import AutoModelForImageClassification
 
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
-CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Into the second epoch, in batches of equal sizes: accelerate fills the last ones up with images that it repeats.
 # Without --use_cpu: the processes must find each other by themselves.
 ARGV = ["--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--disable_tqdm", "true",
@@ -46,7 +46,7 @@ def test_two_processes_train_evaluate_save_and_resume_as_one_does(tmp_path, kind
     )
     if kind == "fsdp2":  # as `accelerate launch` hands the shipped configuration to the processes
         script = Path(__file__).parents[1] / "fsdp_on_cpu.py"
-        config = yaml.safe_load((ROOT / "recipes" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"]
+        config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())["fsdp_config"]
         environment = {
             name.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS"): str(value)
             for name, value in config.items()

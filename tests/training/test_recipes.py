@@ -1,18 +1,17 @@
 import re
-from pathlib import Path
 
 import pytest
 
 from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.mixup import Mixup
-from hf_vit_scratch.training.recipe import model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.recipe import RECIPES, model_config, parse_recipe, stage_arguments
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_recipe_describes_a_model_and_a_training(recipe):
-    (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)], recipe)
+    (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)])
 
     config, _ = model_config(model, [str(label) for label in range(10)])
     training_stages(config.image_height_width, **stage_arguments(augmentation, config))
@@ -20,11 +19,11 @@ def test_recipe_describes_a_model_and_a_training(recipe):
     assert training.output_dir == f"runs/{recipe.stem}"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_recipe_states_its_command_result_and_cost(recipe):
     header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     header = "\n".join(header)
-    command = "python train.py" if recipe.stem == "digits" else f"python train.py recipes/{recipe.name}"
+    command = "python train.py" if recipe.stem == "digits" else f"python train.py {recipe.stem}"
     if recipe.stem == "your_images":
         command += " --data FOLDER"
     assert re.search(rf"^# Command +{re.escape(command)}$", header, re.MULTILINE)

@@ -104,7 +104,7 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
 
 
 def test_resuming_with_other_images_is_refused(class_folders, tmp_path, caplog):
-    recipe = str(ROOT / "recipes" / "digits.yaml")
+    recipe = "digits"
     argv = [recipe, *SMALL, "--data", str(class_folders), "--max_steps", "1", "--eval_strategy", "no",
             "--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "false",
             "--output_dir", str(tmp_path / "run")]  # fmt: skip

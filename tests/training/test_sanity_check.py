@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from test_train_script import ROOT, SMALL, train
+from test_train_script import SMALL, train
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.training import sanity_check
@@ -47,7 +47,7 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
         (class_folders / "flower" / f"{number:02}.jpg").unlink()
     for number in range(12, 60):
         shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / f"{number}.jpg")
-    recipe = str(ROOT / "recipes" / "cifar10_cpu.yaml")
+    recipe = "cifar10_cpu"
     argv = [
         recipe,
         *SMALL,

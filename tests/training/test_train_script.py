@@ -22,6 +22,7 @@ from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.training import steps
+from hf_vit_scratch.training.recipe import RECIPES
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,7 @@ def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch)
     def remember(module, args, output):
         dtypes.add(getattr(output, "dtype", None))
 
-    recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
+    recipe = yaml.safe_load((RECIPES / "digits.yaml").read_text())
     del recipe["bf16"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     argv = [*SMALL, "--hidden_size", "128", "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
@@ -203,7 +204,7 @@ def test_feature_pipeline_gives_the_vector_that_the_classifier_reads(run, digit)
 
 
 def test_folder_of_photographs_trains(class_folders, tmp_path):
-    recipe = str(ROOT / "recipes" / "cifar10_cpu.yaml")
+    recipe = "cifar10_cpu"
     where = ["--data", str(class_folders), "--output_dir", str(tmp_path / "run")]
     short = ["--max_steps", "3", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
     metrics = train.main([recipe, *where, *SMALL, *short, "--num_attention_heads", "4", "--image_size", "16", "24"])

@@ -17,6 +17,7 @@ from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from .arguments import ARGUMENT_TYPES, Arguments, AugmentationArguments, ModelArguments
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
 FACTS = "_run.json"  # a name that begins with "_" is never pushed
 
@@ -90,15 +91,15 @@ class RecipeParser(HfArgumentParser):
         raise UserError(f"{message[:1].lower()}{message[1:]}. Run train.py --help for the flags.")
 
 
-def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, Recipe]:
-    """Build the arguments from a recipe and flags: `[recipe.yaml] [--flag value ...]`.
+def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
+    """Build the arguments from a recipe and flags: `[recipe] [--flag value ...]`.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
     names of flags to values.
 
     Args:
-        argv: The command line, without the program's name.
-        default_recipe: The recipe if the command line names none.
+        argv: Command line, without the program's name. It begins with the name of a recipe of this package, such as
+            `cifar10_cpu`, or with the path of a YAML file; without either, with `digits`.
 
     Returns:
         The arguments, and the recipe with all that the file and the flags have set.
@@ -108,20 +109,20 @@ def parse_recipe(argv: Sequence[str], default_recipe: Path) -> tuple[Arguments, 
     """
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
-        recipe_path = Path(argv.pop(0))
+        recipe_path = _recipe_path(argv.pop(0))
     elif any(argument.split("=")[0] == "--data" for argument in argv):
         raise UserError(
-            "--data needs a recipe before it, such as: train.py recipes/cifar10_cpu.yaml --data FOLDER. The default "
+            "--data needs a recipe before it, such as: train.py cifar10_cpu --data FOLDER. The default "
             "recipe fits the digits only."
         )
     else:
-        recipe_path = default_recipe
+        recipe_path = RECIPES / "digits.yaml"
     given = _read_recipe(recipe_path)
 
     parser = RecipeParser(
         ARGUMENT_TYPES,
         prog="train.py",
-        usage="train.py [recipe.yaml] [--flag value ...]",
+        usage="train.py [recipe] [--flag value ...]",
         description="Train a Vision Transformer from scratch. A flag overrides the recipe's value.",
         allow_abbrev=False,
         formatter_class=ArgumentDefaultsHelpFormatter,
@@ -200,6 +201,15 @@ def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> di
                 )
         given["initial_image_size"] = pair
     return given
+
+
+def _recipe_path(name: str) -> Path:
+    shipped = {path.stem: path for path in RECIPES.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    if not Path(name).is_file():
+        raise UserError(f"{name} is neither a recipe nor a YAML file. Recipes: {', '.join(sorted(shipped))}.")
+    return Path(name)
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
