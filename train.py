@@ -27,7 +27,7 @@ from hf_vit_scratch.training.run_directory import lock_run_directory, resolve_ch
 def main(argv: list[str]) -> dict[str, Any]:
     """Train as the command line says; return the metrics of the test split."""
     args, recipe = parse_recipe(argv)
-    training_args = args[-1]
+    training_args = args.training
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     command = shlex.join(["python", "train.py", *without_resuming(argv)])
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> dict[str, Any]:
 
 def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
     """Train in a folder that no other run uses."""
-    _, data_args, _, _, training_args = args
+    training_args = args.training
     steps.check_and_seed(args)
     data = steps.load_data(args)
     config, start = steps.make_choices(args, recipe, data)
@@ -51,7 +51,7 @@ def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) 
         return {"check": sanity_check.check(trainer, data.splits, Path(training_args.output_dir))}
 
     steps.train(trainer, recipe, checkpoint, command)
-    metrics = report_on_test_split(trainer, test_dataset, data_args.data, command)
+    metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)
     steps.push(trainer)
     trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
     return metrics

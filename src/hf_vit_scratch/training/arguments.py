@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import TrainingArguments
@@ -215,14 +215,17 @@ class ViTTrainingArguments(TrainingArguments):
         return torch.device("cpu") if device.type == "cpu" else device
 
 
-ARGUMENT_TYPES: tuple[Any, ...] = (
-    ModelArguments,
-    DataArguments,
-    AugmentationArguments,
-    MixingArguments,
-    ViTTrainingArguments,
-)
-Arguments = tuple[ModelArguments, DataArguments, AugmentationArguments, MixingArguments, ViTTrainingArguments]
+class Arguments(NamedTuple):
+    """All flags of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    augmentation: AugmentationArguments
+    mixing: MixingArguments
+    training: ViTTrainingArguments
+
+
+ARGUMENT_TYPES: tuple[Any, ...] = tuple(Arguments.__annotations__.values())
 
 
 def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
@@ -237,7 +240,7 @@ def refuse_labels(args: Arguments) -> None:
     Raises:
         UserError: Names it.
     """
-    _, data, _, mixing, training = args
+    data, mixing, training = args.data, args.mixing, args.training
     for asked, flag in (
         (data.streaming, "--streaming"),
         (training.check, "--check"),

@@ -62,7 +62,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         rows: The training split of `load_splits`.
         recipe: Recipe, whose settings stay. What is chosen is added.
     """
-    model, _, _, _, training = args
+    model, training = args.model, args.training
     number, on_cpu = len(rows), training.device.type == "cpu"
     sides, _ = sizes_and_modes(rows)
     side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
@@ -109,7 +109,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         number: Number of training images.
         recipe: Recipe, whose settings stay. What is chosen is added.
     """
-    training = args[-1]
+    training = args.training
     chooser = _Chooser(args, recipe)
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     speed = measure_speed(config, args)
@@ -153,7 +153,7 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     Random pixels, the run's own model, batch, precision and optimizer, at the sizes of both stages of training.
     Weights, gradients and random state of the run are untouched.
     """
-    _, _, augmentation, _, training = args
+    augmentation, training = args.augmentation, args.training
     shares = {config.image_height_width: 1.0}
     if first := augmentation.initial_image_size:
         share = augmentation.initial_image_size_fraction

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self
 
 import yaml
 from transformers import HfArgumentParser
@@ -151,7 +151,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     recipe.settings = {name: recipe.settings[name] for name in known if name in recipe.settings}
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
-    return cast(Arguments, parsed), recipe
+    return Arguments(*parsed), recipe
 
 
 def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTScratchConfig, str | None]:

@@ -61,7 +61,7 @@ class Data:
 
 def is_masked(args: Arguments) -> bool:
     """Return whether the run learns without labels."""
-    return args[-1].task == "masked-image-modeling"
+    return args.training.task == "masked-image-modeling"
 
 
 def check_and_seed(args: Arguments) -> None:
@@ -70,7 +70,7 @@ def check_and_seed(args: Arguments) -> None:
     Raises:
         UserError: An argument cannot be used.
     """
-    training = args[-1]
+    training = args.training
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
     if is_masked(args):
@@ -85,7 +85,7 @@ def load_data(args: Arguments) -> Data:
     Raises:
         UserError: The data cannot be used.
     """
-    _, data_args, _, _, training = args
+    data_args, training = args.data, args.training
     if data_args.streaming:
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             data = Data(*reversed(stream_splits(**data_args.for_streaming(training), seed=training.seed)))
@@ -113,7 +113,7 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
     Raises:
         UserError: The configuration is impossible, or a resumed run began with other images.
     """
-    model_args, _, _, _, training = args
+    training = args.training
     set_fields(args, recipe.values("images"))  # of the run that is resumed
     if data.stream is None:
         images = fingerprint(data.splits)
@@ -126,7 +126,7 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
         recipe.images = images
     if training.fit_to_images:
         auto_config.fit_sizes(args, data.splits["train"], recipe)
-    config, start = model_config(model_args, data.label_names)
+    config, start = model_config(args.model, data.label_names)
     recipe.machine = hardware.choose(training, config, recipe.settings.keys())
     if training.device.type == "cpu" and onednn_is_faster():
         recipe.machine.append(
@@ -167,9 +167,9 @@ def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) ->
     Raises:
         UserError: The saved model does not fit, or the configuration is impossible for the task.
     """
-    training = args[-1]
-    if training.whiten_patches and (start is not None or args[1].streaming):
-        with_what = "--streaming, which has no images at hand" if args[1].streaming else "the saved model of --model"
+    training = args.training
+    if training.whiten_patches and (start is not None or args.data.streaming):
+        with_what = "--streaming, which has no images at hand" if args.data.streaming else "the saved model of --model"
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
