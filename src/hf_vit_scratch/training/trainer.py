@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..data.dataset import ImageClassificationDataset, collate
+from ..data.dataset import BatchTransform, ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
@@ -114,6 +114,7 @@ class ViTTrainer(Trainer):
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
         self.stage = stage
         self.sampler: EpochSampler | None = None
+        self.batch_transform: BatchTransform | None = None
         self.ema: EMA | None = None
         self.clock = Clock(self.args)
         self.graceful_stop = GracefulStop(self.args)
@@ -222,18 +223,30 @@ class ViTTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(dataset, ImageClassificationDataset | ImageClassificationStream):  # that of training serves all
+            self.batch_transform = getattr(self.train_dataset, "batch_transform", dataset.batch_transform)
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
             # A stream makes batches for this process alone; accelerate would split them among the processes.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-            return DataLoader(dataset, None, **{name: getattr(self.args, f"dataloader_{name}") for name in names})
-        # Where the user has asked for worker processes, they prepare the images.
-        if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
-            device = self.args.device
-            if dataset.cache_on_device(device) and device.type != "cpu":
-                self.args.dataloader_pin_memory = False  # it refuses what is on the device already
-        return super()._get_dataloader(dataset, *args, **kwargs)
+            options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+            return DataLoader(dataset, batch_size=None, collate_fn=collate, **options)
+        if isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(self.args.device):
+            # Worker processes would have nothing to do, and what is on the device cannot be pinned.
+            sampler, drop_last = sampler_fn and sampler_fn(dataset), self.args.dataloader_drop_last
+            loader: Any = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last)
+            return self.accelerator.prepare(loader)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # Decoded images become the model's inputs on the model's device.
+        inputs = super()._prepare_inputs(inputs)
+        if self.batch_transform is not None and inputs["pixel_values"].dtype == torch.uint8:
+            inputs = self.batch_transform(inputs)
+        return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
@@ -282,8 +295,6 @@ class ViTTrainer(Trainer):
         if not self.has_started:
             self.has_started = True
             self.restart_throughput()
-        if isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
-            inputs = self.train_dataset.batch_transform.finish(self._prepare_inputs(inputs))
         self._images += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             return super().training_step(model, inputs, *args, **kwargs)
