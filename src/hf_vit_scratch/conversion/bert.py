@@ -1,36 +1,17 @@
-"""BertModel of transformers on patches, from and to ours."""
+"""Conversion of transformers' BertModel on patches from and to ours."""
 
-import logging
 import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
-from ..errors import UserError
 from ..model.configuration_vit_scratch import ViTScratchConfig
-from ..model.modeling_vit_scratch import (
-    ViTScratchModel,
-    ViTScratchPreTrainedModel,
-)
-from .checks import (
-    TABLES,
-    refuse_changed,
-    refuse_mask_token,
-    refuse_unlike,
-    refusing,
-    require,
-    require_class,
-    simplest,
-    warn_left_behind,
-)
-from .names import load_like, to_our_names, to_their_names, with_prefix
+from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
+from .checks import PRE_LN, check_equal, require_class, require_values
+from .names import load_weights, square_as_number, to_our_names, to_their_names, weights_of, without_pooler
 
-logger = logging.getLogger(__name__)
-
-# What maps to what: their parameter, or their module for its parameters, and ours. {i} is the number of a layer; {qkv}
-# stands for q, k and v, which the other library holds in one tensor, one below the other. transformers' ViT needs no
-# table: its names are ours.
 BERT = {
     "embeddings.LayerNorm": "embeddings.layernorm",
     "encoder.layer.{i}.attention.self.query": "layers.{i}.attention.q_proj",
@@ -42,14 +23,16 @@ BERT = {
     "encoder.layer.{i}.output.dense": "layers.{i}.mlp.fc2",
     "encoder.layer.{i}.output.LayerNorm": "layers.{i}.layernorm_after",
 }
-BERT_FIELDS = (
+FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps",
     "initializer_range", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
+ACCEPTED = PRE_LN | {"norm_first": (False,), "pooling": ("cls",), "qkv_bias": (True,)}
+PROJECTION = "embeddings.patch_embeddings.projection"
 
 
 class BertComposite(nn.Module):
-    """transformers' `BertModel` on images: the class token and Conv2d patches as its `inputs_embeds`.
+    """Feed transformers' `BertModel` a class token and Conv2d patches of images, as its `inputs_embeds`.
 
     Shapes: pixels (B, C, height, width) -> `BaseModelOutputWithPoolingAndCrossAttentions` of 1 + rows * cols tokens.
 
@@ -78,7 +61,7 @@ def from_bert(
     cls_token: Tensor,
     image_size: int | list[int] | tuple[int, int] | None = None,
 ) -> ViTScratchModel:
-    """The post-LN encoder that computes what `BertComposite(bert, patch_embeddings, cls_token)` does.
+    """Convert the parts of a `BertComposite` to our post-LN encoder.
 
     BERT adds the first row of its token types to every token; here it is folded into the positions. Word embeddings
     and BERT's pooler have no place and are left behind.
@@ -87,67 +70,38 @@ def from_bert(
         bert: A `BertModel`, not a decoder.
         patch_embeddings: `nn.Conv2d` whose stride is its kernel, to `hidden_size` channels.
         cls_token: `hidden_size` values, in any shape.
-        image_size: Height and width in pixels. Not needed where `max_position_embeddings` is one more than a square
-            number, which is then taken for a square grid.
+        image_size: Height and width in pixels; `None` for the largest square grid that BERT has positions for.
 
     Raises:
         UserError: The parts do not belong together, or BERT has a feature that we have not.
     """
-    from transformers import BertModel
-
     require_class(bert, (BertModel,), "from_bert")
-    config = cast(Any, bert.config)
-    if not isinstance(patch_embeddings, nn.Conv2d):
-        raise UserError(f"from_bert: patch_embeddings must be a Conv2d, got {type(patch_embeddings).__name__}.")
-    kernel = cast(tuple[int, int], patch_embeddings.kernel_size)
-    twin = nn.Conv2d(patch_embeddings.in_channels, config.hidden_size, kernel_size=kernel, stride=kernel)
-    refuse_unlike(patch_embeddings, twin, "from_bert: patch_embeddings")
-    if cls_token.numel() != config.hidden_size:
-        raise UserError(
-            f"from_bert: cls_token must have the {config.hidden_size} values of BERT's hidden_size, got "
-            f"{tuple(cls_token.shape)}."
+    require_class(patch_embeddings, (nn.Conv2d,), "from_bert")
+    config, kernel = cast(Any, bert.config), cast(tuple[int, int], patch_embeddings.kernel_size)
+    side = math.isqrt(config.max_position_embeddings - 1)
+    ours = ViTScratchModel(
+        ViTScratchConfig(
+            norm_first=False,
+            image_size=square_as_number([side * pixels for pixels in kernel] if image_size is None else image_size),
+            patch_size=square_as_number(kernel),
+            num_channels=patch_embeddings.in_channels,
+            **{name: getattr(config, name) for name in FIELDS},
         )
-    if image_size is None:
-        side = math.isqrt(config.max_position_embeddings - 1)
-        if side**2 != config.max_position_embeddings - 1:
-            raise UserError(
-                f"from_bert needs image_size: BERT's {config.max_position_embeddings} positions are not those of a "
-                "class token and a square grid."
-            )
-        image_size = [side * pixels for pixels in kernel]
-    with refusing("from_bert"):
-        ours = ViTScratchModel(
-            ViTScratchConfig(
-                norm_first=False,
-                image_size=simplest(image_size),
-                patch_size=simplest(kernel),
-                num_channels=patch_embeddings.in_channels,
-                **{name: getattr(config, name) for name in BERT_FIELDS},
-            )
-        )
+    )
+    theirs = without_pooler(bert.state_dict(), "from_bert")
+    tables = {name: theirs.pop(f"embeddings.{name}_embeddings.weight") for name in ("word", "position", "token_type")}
+    state = to_our_names(theirs, BERT, "from_bert")
     num_tokens = 1 + math.prod(ours.config.grid_size)
-    if num_tokens > config.max_position_embeddings:
-        raise UserError(
-            f"from_bert: images of {image_size} pixels make {num_tokens} tokens, but BERT has only "
-            f"{config.max_position_embeddings} positions (max_position_embeddings)."
-        )
-    # The three embedding tables and the pooler are dealt with here.
-    refuse_unlike(bert, to_bert(ours)[0], "from_bert", but_for=r"embeddings\.\w+_embeddings|pooler")
-    if bert.pooler is not None:
-        logger.warning("from_bert: left behind BERT's pooler, a trained layer which ViTScratchModel has not.")
-
-    theirs = bert.state_dict()
-    positions = theirs.pop("embeddings.position_embeddings.weight")[:num_tokens]
-    token_type = theirs.pop("embeddings.token_type_embeddings.weight")[0]
-    state = to_our_names({name: tensor for name, tensor in theirs.items() if "pooler" not in name}, BERT)
-    state["embeddings.position_embeddings"] = (positions + token_type)[None]
-    state["embeddings.cls_token"] = cls_token.detach().reshape(1, 1, -1)
-    state |= with_prefix(patch_embeddings.state_dict(), "embeddings.patch_embeddings.projection.")
-    return load_like(ours, state, like=bert)
+    state["embeddings.position_embeddings"] = (tables["position"][:num_tokens] + tables["token_type"][0])[None]
+    state["embeddings.cls_token"] = cls_token.reshape(1, 1, -1)
+    state |= {f"{PROJECTION}.{name}": tensor for name, tensor in patch_embeddings.state_dict().items()}
+    load_weights(ours, state, "from_bert", like=bert)
+    check_equal(BertComposite(bert, patch_embeddings, cls_token), ours, "from_bert")
+    return ours
 
 
 def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
-    """The parts of a `BertComposite` that computes what this post-LN encoder does.
+    """Convert our post-LN encoder to the parts of a `BertComposite`.
 
     Args:
         model: A `ViTScratchModel`, post-LN, with a class token.
@@ -159,41 +113,24 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
     Raises:
         UserError: The model is none of ours, or BERT has no counterpart of a feature.
     """
-    from transformers import BertConfig, BertModel
-
     require_class(model, (ViTScratchModel,), "to_bert")
-    refuse_mask_token(model, "BertModel")
-    refuse_changed(model, "to_bert")
-    config = model.config
-    require(
-        config, "BertModel", norm_first=(False,), position_embedding_type=TABLES, pooling=("cls",), qkv_bias=(True,),
-        qk_norm=(False,), is_causal=(False,),
-    )  # fmt: skip
-    warn_left_behind(config, "drop_path_rate")
+    require_values(model, "to_bert", ACCEPTED, training_only=("drop_path_rate",))
+    config, state = model.config, weights_of(model)
+    fields = {name: getattr(config, name) for name in FIELDS}
     num_tokens = 1 + math.prod(config.grid_size)
     bert = BertModel(
-        BertConfig(
-            vocab_size=1,
-            type_vocab_size=1,
-            max_position_embeddings=num_tokens,
-            **{name: getattr(config, name) for name in BERT_FIELDS},
-        ),
+        BertConfig(vocab_size=1, type_vocab_size=1, max_position_embeddings=num_tokens, **fields),
         add_pooling_layer=False,
     )
-    state = model.state_dict()
-    zeros = torch.zeros(1, config.hidden_size)
-    own = {
-        "embeddings.position_embeddings.weight": state["embeddings.position_embeddings"][0],
-        "embeddings.word_embeddings.weight": zeros,
-        "embeddings.token_type_embeddings.weight": zeros,
-    }
-    load_like(bert, own | to_their_names(state, bert.state_dict().keys() - own.keys(), BERT), like=model)
-    projection = cast(Any, model).embeddings.patch_embeddings.projection
-    patch_embeddings = nn.Conv2d(
-        projection.in_channels, projection.out_channels, kernel_size=projection.kernel_size, stride=projection.stride
-    )
-    load_like(patch_embeddings, projection.state_dict(), like=model)
-    return bert, patch_embeddings, state["embeddings.cls_token"].clone()
-
-
-# transformers' ViT
+    positions, cls_token = state.pop("embeddings.position_embeddings"), state.pop("embeddings.cls_token")
+    projection = {name: state.pop(f"{PROJECTION}.{name}") for name in ("weight", "bias")}
+    theirs = to_their_names(state, bert.state_dict(), BERT)
+    theirs["embeddings.position_embeddings.weight"] = positions[0]
+    for name in ("word", "token_type"):
+        theirs[f"embeddings.{name}_embeddings.weight"] = positions.new_zeros(1, config.hidden_size)
+    patch = config.patch_height_width
+    patch_embeddings = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=patch, stride=patch)
+    load_weights(bert, theirs, "to_bert", like=model)
+    load_weights(patch_embeddings, projection, "to_bert", like=model)
+    check_equal(BertComposite(bert, patch_embeddings, cls_token), model, "to_bert")
+    return bert, patch_embeddings, cls_token.clone()

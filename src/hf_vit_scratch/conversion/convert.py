@@ -1,14 +1,13 @@
-"""Saved models of the other Vision Transformers, made ours.
+"""Convert saved models of other libraries to ours.
 
     vit-scratch convert SOURCE DESTINATION   convert a saved model
     vit-scratch convert --verify             measure how far converted models differ
 
-The functions that convert modules in memory, in both directions, are those of `hf_vit_scratch.conversion.weights`.
+The functions that convert modules in memory, in both directions, can be imported from here too.
 """
 
 import argparse
 import math
-import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -17,22 +16,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from PIL.Image import Resampling
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from ..errors import UserError, blame_the_user
-from ..model.configuration_vit_scratch import POOLINGS, VARIANTS, ViTScratchConfig
-from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
+from ..model.configuration_vit_scratch import POOLINGS, VARIANTS
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
-from .checks import refusing, shape_differences, simplest, some
-from .names import to_our_names, with_base_prefix
-from .parity import encoder_layers, largest_differences, observe, verify
+from .names import build_from_weights, square_as_number, summarize, to_our_names
+from .parity import verify
 from .timm import TIMM, from_timm, timm_class, to_timm
 from .torchvision import TORCHVISION, from_torchvision, to_torchvision
-from .vit import from_vit, to_vit
+from .vit import CLASSES, from_vit, to_vit
 
 __all__ = [
     "BertComposite", "convert", "from_bert", "from_timm", "from_torchvision", "from_vit", "to_bert", "to_timm",
@@ -62,60 +60,39 @@ def convert(
     """
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
-    notes: list[str] = []
-    if image_size is not None and len(image_size) not in (1, 2):
-        raise UserError(f"--image_size takes one number or two, got {len(image_size)}.")
-    if not Path(source).is_file() and (num_attention_heads or image_size or pooling):
-        raise UserError(f"{source} is no file of weights, and says itself what only such a file leaves open.")
     if Path(source).is_file():
-        kind, ours = "the weights", _from_file(Path(source), num_attention_heads, image_size, pooling, notes)
-        notes.append("no image processor was written, as the file does not say how images were prepared")
+        kind = "the weights"
+        ours, assumed = _from_file(Path(source), num_attention_heads, image_size, pooling)
+        notes = [assumed, "no image processor was written, as the file does not say how images were prepared"]
+    elif num_attention_heads or image_size or pooling:
+        raise UserError(f"{source} is no file of weights, and says itself what only such a file leaves open.")
     else:
-        module = _module_from_folder(source).eval()
+        module = _load_module(source).eval()
         kind = type(module).__name__
         ours = from_timm(module) if hasattr(module, "pretrained_cfg") else from_vit(module)
         label_names = getattr(module, "pretrained_cfg", {}).get("label_names")
         if label_names and len(label_names) == ours.config.num_labels:
             ours.config.id2label = dict(enumerate(label_names))
             ours.config.label2id = {name: index for index, name in enumerate(label_names)}
-        notes.append(_largest_differences(module, ours))
-    try:
-        ours.save_pretrained(destination)
-        if not Path(source).is_file():
-            notes.append(_save_image_processor(source, module, destination))
-    except OSError as error:
-        raise UserError(f"{destination} cannot be written: {error}.") from error
+        notes = ["its outputs and hidden states equal the source's, in float64"]
+        notes.append(_save_image_processor(source, module, destination))
+    ours.save_pretrained(destination)
 
     config = ours.config
-    height, width = config.image_height_width
-    patch_height, patch_width = config.patch_height_width
+    (height, width), (patch_height, patch_width) = config.image_height_width, config.patch_height_width
     labels = f", {config.num_labels} labels" if isinstance(ours, ViTScratchForImageClassification) else ""
     print(f"Converted {kind} in {source} to {type(ours).__name__} in {destination}:")
-    print(
-        f"- {ours.num_parameters() / 1e6:.2f}M parameters; {config.num_hidden_layers} layers, hidden size "
+    sizes = (
+        f"{ours.num_parameters() / 1e6:.2f}M parameters; {config.num_hidden_layers} layers, hidden size "
         f"{config.hidden_size}, {config.num_attention_heads} attention heads; images {height}x{width}, patches "
         f"{patch_height}x{patch_width}{labels}"
     )
-    for note in notes:
+    for note in (sizes, *notes):
         print(f"- {note}")
 
 
-def _largest_differences(module: nn.Module, ours: ViTScratchPreTrainedModel) -> str:
-    parameter, config = next(ours.parameters()), ours.config
-    pixels = torch.randn(2, config.num_channels, *config.image_height_width).to(parameter)
-    with torch.no_grad():
-        theirs, own = (observe(model, encoder_layers(model), pixels) for model in (module, ours))
-        if isinstance(ours, ViTScratchModel) and "logits" in theirs:  # timm without a head: pooled, or all tokens
-            own["logits"] = ours(pixels).pooler_output if theirs["logits"].ndim == 2 else own["last_hidden_state"]
-    measured = sorted(largest_differences(theirs, own).items(), reverse=True)
-    kinds = ", ".join(f"{kind} {difference:.1e}" for kind, difference in measured)
-    return f"largest differences on random images, in {str(pixels.dtype).removeprefix('torch.')}: {kinds}"
-
-
-def _module_from_folder(source: str) -> nn.Module:
-    """The model that is saved in a folder, or on the Hub, by transformers or timm."""
-    import transformers
-
+def _load_module(source: str) -> nn.Module:
+    """Return the model that transformers or timm has saved in a folder, or on the Hub."""
     if not Path(source).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise UserError(f"{source} is no file, no folder, and no name on the Hub.")
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
@@ -128,48 +105,32 @@ def _module_from_folder(source: str) -> nn.Module:
 
         with _reading(source):
             return timm.create_model(f"{'local-dir' if Path(source).is_dir() else 'hf-hub'}:{source}", pretrained=True)
-    model_type = config.get("model_type")
-    if model_type != "vit":
+    classes = {cls.__name__: cls for cls in CLASSES}
+    architecture = (config.get("architectures") or ["nothing"])[0]
+    if architecture not in classes:
         hints = {
             "vit_scratch": " It is a model of ours already.",
             "bert": " A BertModel has no patch embedding: use hf_vit_scratch.conversion.convert.from_bert.",
-            "deit": " A DeiTModel has a distillation token, which we have not.",
+            "deit": " We have no counterpart of a distillation token.",
         }
         raise UserError(
-            f"{source} holds a model of type {model_type!r}; a ViT of transformers has 'vit'."
-            + hints.get(cast(str, model_type), "")
+            f"{source} holds {architecture}; it must be one of {', '.join(classes)}."
+            + hints.get(config.get("model_type", ""), "")
         )
-    architectures = config.get("architectures") or ["ViTModel"]
-    known = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
-    if len(architectures) != 1 or architectures[0] not in known:
-        raise UserError(f"{source} holds {architectures}; it must be one of {', '.join(known)}.")
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # what is missing or of another shape is an error here, and one line
-    try:
-        with _reading(source):
-            module, report = getattr(transformers, architectures[0]).from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
-    wrong += [
-        f"{name} is {tuple(was)}, not {tuple(should)}" for name, was, should in sorted(report["mismatched_keys"])
-    ]
-    if wrong := [text for text in wrong if "pooler." not in text]:
-        raise UserError(f"{source} holds other weights than its config.json says: {some(wrong)}.")
+    with _reading(source):
+        module, report = cast(Any, classes[architecture]).from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    wrong = {*report["missing_keys"], *report["unexpected_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    if wrong := {name for name in wrong if "pooler." not in name}:
+        raise UserError(f"{source} holds other weights than its config.json says: {summarize(sorted(wrong))}.")
     return cast(nn.Module, module)
 
 
 def _from_file(
-    path: Path,
-    num_attention_heads: int | None,
-    image_size: list[int] | None,
-    pooling: str | None,
-    notes: list[str],
-) -> ViTScratchPreTrainedModel:
-    """Our model from a file of weights of timm's or torchvision's; its sizes are read off the shapes."""
+    path: Path, num_attention_heads: int | None, image_size: list[int] | None, pooling: str | None
+) -> tuple[ViTScratchPreTrainedModel, str]:
+    """Return our model of a file of weights of timm or torchvision, and what was assumed, in words."""
     theirs = _read_weights(path)
     if "patch_embed.proj.weight" in theirs:
         table = TIMM
@@ -180,78 +141,40 @@ def _from_file(
             f"{path} holds no Vision Transformer of timm (patch_embed.proj.weight) or torchvision (conv_proj.weight); "
             f"its first weight is {next(iter(theirs), 'missing')}."
         )
-    try:
-        state = to_our_names(theirs, table)
-        patches, positions = (
-            state[f"embeddings.{name}"] for name in ("patch_embeddings.projection.weight", "position_embeddings")
-        )
-        intermediate_size = len(state["layers.0.mlp.fc1.weight"])
-    except KeyError as error:
-        what = "an unknown" if error.args[0] in theirs else "no"
-        raise UserError(f"{path} is no plain Vision Transformer: it has {what} {error.args[0]}.") from None
-    except ValueError:
-        raise UserError(f"{path} is no plain Vision Transformer: its qkv cannot be divided by three.") from None
-    if patches.ndim != 4 or positions.ndim != 3:
-        raise UserError(
-            f"{path} is no plain Vision Transformer: its patches are {tuple(patches.shape)}, its positions "
-            f"{tuple(positions.shape)}."
-        )
-    hidden_size, num_channels, patch_height, patch_width = patches.shape
-    num_positions = positions.shape[1]
-    num_hidden_layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
+    state = to_our_names(theirs, table, str(path))
+    patches = state["embeddings.patch_embeddings.projection.weight"]
     has_cls_token, fc_norm = "embeddings.cls_token" in state, "fc_norm.weight" in theirs
-
     if num_attention_heads is None:
-        known = {(width, depth, mlp): heads for width, depth, heads, mlp in VARIANTS.values()}
-        num_attention_heads = known.get((hidden_size, num_hidden_layers, intermediate_size))
+        num_attention_heads = {width: heads for width, _, heads, _ in VARIANTS.values()}.get(len(patches))
         if num_attention_heads is None:
             raise UserError(
-                f"{path} does not say how many attention heads share its hidden size of {hidden_size}: give "
+                f"{path} does not say how many attention heads share its hidden size of {len(patches)}: give "
                 "--num_attention_heads."
             )
     assumed = ""
     if image_size is None:
-        side = math.isqrt(num_positions - has_cls_token)
-        image_size = [side * patch_height, side * patch_width]
+        side = math.isqrt(state["embeddings.position_embeddings"].shape[1] - has_cls_token)
+        image_size = [side * pixels for pixels in patches.shape[2:]]
         assumed = "square images, "
     if pooling is None:
         pooling = "cls" if has_cls_token and not fc_norm else "mean"
-    notes.append(
+    ours = build_from_weights(
+        state,
+        str(path),
+        image_size=square_as_number(image_size),
+        num_attention_heads=num_attention_heads,
+        layer_norm_eps=1e-6,
+        pooling=pooling,
+        fc_norm=fc_norm,
+    )
+    return ours, (
         f"assumed, as the file does not say it: {assumed}{num_attention_heads} attention heads, layer_norm_eps 1e-6, "
         f"GELU, pooling {pooling!r}"
     )
-    fields: dict[str, Any] = {}
-    if "classifier.weight" in state:
-        fields["num_labels"] = len(state["classifier.weight"])
-    if "pre_logits.0.weight" in state:
-        fields |= {"classifier_hidden_size": len(state["pre_logits.0.weight"]), "classifier_act": "tanh"}
-    with refusing(str(path)):
-        config = ViTScratchConfig(
-            image_size=simplest(image_size * 2 if len(image_size) == 1 else image_size),
-            patch_size=simplest((patch_height, patch_width)),
-            num_channels=num_channels,
-            hidden_size=hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            intermediate_size=intermediate_size,
-            qkv_bias="layers.0.attention.q_proj.bias" in state,
-            layer_norm_eps=1e-6,
-            norm_first=True,
-            pooling=pooling,
-            use_cls_token=has_cls_token,
-            fc_norm=fc_norm,
-            **fields,
-        )
-        ours = ViTScratchForImageClassification(config) if "num_labels" in fields else ViTScratchModel(config)
-    state = with_base_prefix(state) if "num_labels" in fields else state
-    if found := shape_differences(state, ours.state_dict()):
-        raise UserError(f"{path} is no plain Vision Transformer: {some(found)}.")
-    ours.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
-    return ours
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, out of the wrappings of the usual training scripts."""
+    """Return the tensors of a file by name, out of the wrappings of the usual training scripts."""
     with _reading(path):
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -272,23 +195,24 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _reading(source: object) -> Iterator[None]:
-    """One sentence for whatever the libraries raise when a file is truncated, missing, or of another kind."""
+    """Turn whatever the libraries raise for a damaged, missing or foreign file into one sentence, and silence them."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
-        with blame_the_user():
-            yield
-    except (UserError, SafetensorError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        yield
+    except Exception as error:  # they raise many types, down to a KeyError
         reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
         raise UserError(f"{source} is truncated, not there, or of another kind: {reason}.") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _save_image_processor(source: str, module: nn.Module, destination: str) -> str:
     """Write `preprocessor_config.json` where it is known how images were prepared; return what was done."""
-    from transformers import AutoImageProcessor, ViTImageProcessor
-
     prepared = cast(dict[str, Any], getattr(module, "pretrained_cfg", None))
     if prepared is None:
         try:
-            AutoImageProcessor.from_pretrained(source).save_pretrained(destination)
+            transformers.AutoImageProcessor.from_pretrained(source).save_pretrained(destination)
         except (OSError, ValueError):
             return "no image processor was found beside the model: save one before using it in a pipeline"
         return "its image processor was copied"
@@ -296,21 +220,20 @@ def _save_image_processor(source: str, module: nn.Module, destination: str) -> s
     if channels != 3 or not prepared.get("mean"):
         return "no image processor was written: stock ones make RGB, and these images are something else"
     mean, std = list(prepared["mean"]), list(prepared["std"])
-    ViTImageProcessor(
+    transformers.ViTImageProcessor(
         size={"height": height, "width": width},
         resample=Resampling[prepared.get("interpolation", "bilinear").upper()],
         image_mean=mean,
         image_std=std,
         do_convert_rgb=True,
     ).save_pretrained(destination)
-    crop = f"; timm crops to {prepared['crop_pct']:g} of a larger resize, this one does not" * (
-        prepared.get("crop_pct", 1) != 1
-    )
-    return f"an image processor was written: {height}x{width} pixels, mean {mean}, std {std}{crop}"
+    crop = prepared.get("crop_pct", 1)
+    note = f"; timm crops to {crop:g} of a larger resize, this one does not" if crop != 1 else ""
+    return f"an image processor was written: {height}x{width} pixels, mean {mean}, std {std}{note}"
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="vit-scratch convert", description=__doc__.partition(chr(10))[0])
     parser.add_argument("source", nargs="?", help="a folder or Hub name of transformers or timm, or a file of weights")
     parser.add_argument("destination", nargs="?", help="the folder to write")
@@ -325,7 +248,8 @@ def main(argv: list[str]) -> int:
         parser.error("give SOURCE and DESTINATION, or --verify")
     transformers_logging.disable_progress_bar()
     try:
-        convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
+        with blame_the_user():
+            convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
     except UserError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

@@ -1,72 +1,138 @@
-"""Parameters under the names of another library."""
+"""Parameters under the names of another library, and the one check of names and shapes."""
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..model.modeling_vit_scratch import (
-    ViTScratchForImageClassification,
-    ViTScratchForMaskedImageModeling,
-    ViTScratchModel,
-)
-from .checks import Module
+from ..errors import UserError
+from ..model.configuration_vit_scratch import ViTScratchConfig
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
 
-OURS = (ViTScratchModel, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling)
+logger = logging.getLogger(__name__)
+Module = TypeVar("Module", bound=nn.Module)
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str:
-    """Our name for their parameter, with {qkv} left in it."""
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of an encoder or a model with a head, without the prefix `vit.`."""
+    return {name.removeprefix("vit."): tensor for name, tensor in model.state_dict().items()}
+
+
+def without_pooler(state: Mapping[str, Tensor], caller: str) -> dict[str, Tensor]:
+    """Return the weights but for those of a pooler of transformers, and warn of these."""
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+    if len(kept) < len(state):
+        logger.warning("%s: left behind the pooler, a trained layer which ViTScratchModel has not.", caller)
+    return kept
+
+
+def _our_names(name: str, table: Mapping[str, str]) -> list[str]:
+    """Return our names for their parameter: three where theirs joins q, k and v, none where the table lacks it.
+
+    A key of the table is a parameter, or a module for its parameters. {i} is the number of a layer.
+    """
     for theirs, ours in table.items():
         pattern = re.escape(theirs).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<leaf>(\.\w+)?)"
         if match := re.fullmatch(pattern, name):
-            return ours.replace("{i}", match.groupdict().get("i", "")) + match["leaf"]
-    raise KeyError(name)
+            own = ours.replace("{i}", match.groupdict().get("i", "")) + match["leaf"]
+            return [own.replace("{qkv}", letter) for letter in ("qkv" if "{qkv}" in own else "q")]
+    return []
 
 
-def to_our_names(theirs: Mapping[str, Tensor], table: Mapping[str, str]) -> dict[str, Tensor]:
-    """Parameters under our names, joined ones split; a `KeyError` names one that the table does not know."""
-    state = {}
-    for name, tensor in theirs.items():
-        if name.startswith("embeddings.word_embeddings."):
-            continue
-        ours = _translate(name, table)
-        if "{qkv}" in ours:
-            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
-                state[ours.replace("{qkv}", letter)] = part
-        else:
-            state[ours] = tensor
+def to_our_names(theirs: Mapping[str, Tensor], table: Mapping[str, str], caller: str) -> dict[str, Tensor]:
+    """Return parameters under our names, joined ones split.
+
+    Raises:
+        UserError: The table lacks some of the names.
+    """
+    names = {name: _our_names(name, table) for name in theirs}
+    if unknown := [name for name, ours in names.items() if not ours]:
+        raise UserError(f"{caller}: no plain Vision Transformer: we have no counterpart of {summarize(unknown)}.")
+    state: dict[str, Tensor] = {}
+    for name, ours in names.items():
+        state |= zip(ours, theirs[name].chunk(len(ours)), strict=False)
     return state
 
 
 def to_their_names(ours: Mapping[str, Tensor], names: Iterable[str], table: Mapping[str, str]) -> dict[str, Tensor]:
-    """Parameters of ours under the other library's names, joined where that joins them."""
-    state = {}
+    """Return parameters under the other library's names, joined where that joins them.
+
+    Parameters without a counterpart keep our names, so that `load_weights` refuses them.
+    """
+    ours, state = dict(ours), {}
     for name in names:
-        own = _translate(name, table)
-        if "{qkv}" in own:
-            state[name] = torch.cat([ours[own.replace("{qkv}", letter)] for letter in "qkv"])
-        else:
-            state[name] = ours[own]
-    return state
+        own = _our_names(name, table)
+        if own and ours.keys() >= set(own):
+            state[name] = torch.cat([ours.pop(part) for part in own])
+    return state | ours
 
 
-def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The same tensors with a prefix before each name."""
-    return {prefix + name: tensor for name, tensor in state.items()}
+def load_weights(module: Module, state: Mapping[str, Tensor], caller: str, like: nn.Module | None = None) -> Module:
+    """Load copies of these tensors, each in its own dtype, if their names and shapes are those of `module`.
+
+    Args:
+        module: A new model, of ours or of another library.
+        state: The tensors by name, without the prefix `vit.`.
+        caller: The converter's name, for the error message.
+        like: A model whose device and mode the new one takes.
+    """
+    expected, given = (
+        {name: tuple(tensor.shape) for name, tensor in part.items()} for part in (weights_of(module), state)
+    )
+    wrong = [f"there is no counterpart of {name}" for name in given if name not in expected]
+    wrong += [f"{name} is missing" for name in expected if name not in given]
+    wrong += [
+        f"{name} is {given[name]}, not {shape}" for name, shape in expected.items() if given.get(name, shape) != shape
+    ]
+    if wrong:
+        raise UserError(f"{caller}: {summarize(wrong)}.")
+    tensors = {name: state[name.removeprefix("vit.")].detach().clone() for name in module.state_dict()}
+    module.load_state_dict(tensors, assign=True)
+    return module if like is None else module.to(next(like.parameters()).device).train(like.training)
 
 
-def with_base_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Encoder names as a classifier has them."""
-    heads = ("classifier.", "pre_logits.")
-    return {(name if name.startswith(heads) else f"vit.{name}"): tensor for name, tensor in state.items()}
+def build_from_weights(
+    state: Mapping[str, Tensor], caller: str, like: nn.Module | None = None, **fields: Any
+) -> ViTScratchPreTrainedModel:
+    """Build our pre-LN model of these weights, whose shapes show its sizes.
+
+    Args:
+        state: The weights under our names, without the prefix `vit.`. Without a classifier among them, the model is a
+            `ViTScratchModel`.
+        caller: The converter's name, for the error message.
+        like: A model whose device and mode the new one takes.
+        fields: Fields of the configuration that no shape shows.
+    """
+    hidden_size, num_channels, *patch_size = state["embeddings.patch_embeddings.projection.weight"].shape
+    if "classifier.weight" in state:
+        fields["num_labels"] = len(state["classifier.weight"])
+    if "pre_logits.0.weight" in state:
+        fields |= {"classifier_hidden_size": len(state["pre_logits.0.weight"]), "classifier_act": "tanh"}
+    config = ViTScratchConfig(
+        patch_size=square_as_number(patch_size),
+        num_channels=num_channels,
+        hidden_size=hidden_size,
+        num_hidden_layers=len({name.split(".")[1] for name in state if name.startswith("layers.")}),
+        intermediate_size=len(state["layers.0.mlp.fc1.weight"]),
+        qkv_bias="layers.0.attention.q_proj.bias" in state,
+        norm_first=True,
+        use_cls_token="embeddings.cls_token" in state,
+        **fields,
+    )
+    ours = ViTScratchForImageClassification(config) if "num_labels" in fields else ViTScratchModel(config)
+    return load_weights(ours, state, caller, like)
 
 
-def load_like(module: Module, state: Mapping[str, Tensor], like: nn.Module) -> Module:
-    """Give `module` copies of these tensors, each in its own dtype, and the device and mode of `like`."""
-    module.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
-    return module.to(next(like.parameters()).device).train(like.training)
+def summarize(texts: list[str]) -> str:
+    """Join the first four texts; one stands for all that differ in their numbers only."""
+    first = list({re.sub(r"\d+", "", text): text for text in reversed(texts)}.values())[::-1]
+    return ", ".join(first[:4]) + (f", and {len(first) - 4} more" if len(first) > 4 else "")
 
 
-# What cannot be converted
+def square_as_number(size: int | Iterable[int]) -> int | list[int]:
+    """Return a height and width in pixels as one number where they are equal."""
+    sizes = [size] if isinstance(size, int) else list(size)
+    return sizes[0] if len(set(sizes)) == 1 else sizes
