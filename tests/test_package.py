@@ -28,7 +28,7 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
-    files = ("py.typed", "cli.py", "evaluation/model_card_template.md", "interpretation/explorer_files/page.css")
+    files = ("py.typed", "cli.py", "evaluation/model_card_template.md", "interpretation/explorer/page.css")
     assert {f"hf_vit_scratch/{name}" for name in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "recipes", "train")) for name in names)

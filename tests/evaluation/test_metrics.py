@@ -7,7 +7,6 @@ from transformers import EvalPrediction
 
 from hf_vit_scratch.evaluation.figures import plot_curves
 from hf_vit_scratch.evaluation.metrics import (
-    TopKAccuracy,
     compute_metrics,
     detailed_report,
     most_confident_mistakes,
@@ -16,11 +15,11 @@ from hf_vit_scratch.evaluation.metrics import (
 
 
 def test_accuracy_of_rankings_by_hand():
-    rankings = [[3, 1, 0, 2, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [5, 6, 7, 8, 9]]
+    rankings = np.array([[3, 1, 0, 2, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [5, 6, 7, 8, 9]])
 
-    assert TopKAccuracy().compute(predictions=rankings, references=[3, 4, 0, 6]) == {
-        "accuracy": 0.25, "top5_accuracy": 0.75
-    }  # fmt: skip
+    metrics = compute_metrics(EvalPrediction((rankings, None, np.array([0.5, 1, 2, 3])), np.array([3, 4, 0, 6])))
+
+    assert metrics == {"accuracy": 0.25, "top5_accuracy": 0.75, "exact_loss": 1.625}
 
 
 def summaries(logits, labels):
