@@ -9,7 +9,6 @@ from hf_vit_scratch.evaluation.figures import plot_curves
 from hf_vit_scratch.evaluation.metrics import (
     compute_metrics,
     detailed_report,
-    most_confident_mistakes,
     summarize_logits,
 )
 
@@ -96,14 +95,6 @@ def test_loss_of_confident_half_precision_logits_is_finite():
 
     assert summarize_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
     assert F.cross_entropy(logits.float(), torch.tensor([1])) == 400
-
-
-def test_most_confident_mistakes_come_first():
-    ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
-    predictions = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
-
-    assert most_confident_mistakes(predictions, np.array([0, 0, 0, 0, 0]), 2) == [2, 4]
-    assert most_confident_mistakes(predictions, ranked[:, 0], 2) == []
 
 
 def test_curves_leave_out_what_was_not_logged(tmp_path, monkeypatch):

@@ -267,6 +267,7 @@ def test_each_title_belongs_to_its_map_where_scores_are_equal(photographs, monke
     config = ViTScratchConfig(**TINY | {"problem_type": "multi_label_classification"})
     model = randomize_(ViTScratchForImageClassification(config), 0.5).eval()
     model.classifier.bias.data = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])  # all 100%
+    model.config.id2label = dict(reversed(model.config.id2label.items()))  # as a JSON file may have them
     processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
     pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
     shown = []

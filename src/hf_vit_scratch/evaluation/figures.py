@@ -1,4 +1,4 @@
-"""Figures of a run, each as a PNG file."""
+"""The figures of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +23,7 @@ def _new_figure(width: float, height: float) -> Any:
 
 
 def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot loss, accuracy, learning rate and throughput over the steps of a run.
-
-    Args:
-        log_history: Log of the Trainer's state.
-        path: PNG file to write.
-    """
+    """Plot loss, accuracy, learning rate and throughput over the steps of a Trainer's log into a PNG file."""
     figure = _new_figure(10, 6.5)
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for name in names:
@@ -45,13 +40,7 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
-    """Plot the confusion matrix as percentages of each true class.
-
-    Args:
-        matrix: L rows of L counts; a row is a true class, a column a predicted one.
-        labels: Names of the L classes.
-        path: PNG file to write.
-    """
+    """Plot a confusion matrix, with a row for each true class, as percentages of the rows into a PNG file."""
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(max(4.5, 0.55 * len(labels) + 2), 20)
@@ -59,10 +48,9 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true", title="% of each true class")
-    if len(labels) <= 40:  # more would be unreadable
+    if len(labels) <= 30:  # more would be unreadable
         axes.set_xticks(range(len(labels)), labels, rotation=90)
         axes.set_yticks(range(len(labels)), labels)
-    if len(labels) <= 20:
         for row, column in np.argwhere(counts):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = f"{100 * shares[row, column]:.0f}"
@@ -71,7 +59,7 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
 
 
 def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -> None:
-    """Plot accuracy over confidence, with a dot for each bin whose area is its number of images.
+    """Plot accuracy over confidence into a PNG file, with a dot for each bin whose area is its number of images.
 
     Guo et al. 2017, https://arxiv.org/abs/1706.04599, figure 1.
 
@@ -97,13 +85,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
 
 
 def plot_mistakes(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
-    """Plot images, each under its caption.
-
-    Args:
-        images: At least one image.
-        captions: One caption for each image, of one or two short lines.
-        path: PNG file to write.
-    """
+    """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
     columns = min(6, len(images))
     lines = -(-len(images) // columns)
     figure = _new_figure(max(3.0, 1.6 * columns), 2.05 * lines + 0.3)

@@ -63,16 +63,16 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     scores = precision_recall_fscore_support(labels, best, labels=ids, zero_division=0.0)
     names = ("precision", "recall", "f1-score", "support")
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
-    bins = []
-    for number, edge in enumerate(edges):
-        inside = np.digitize(confidence, edges, right=True) == number
-        if inside.any():
-            bins.append({
-                "confidence_up_to": round(float(edge), 4),
-                "images": int(inside.sum()),
-                "mean_confidence": float(confidence[inside].mean()),
-                "accuracy": float((best == labels)[inside].mean()),
-            })  # fmt: skip
+    places, right = np.digitize(confidence, edges, right=True), best == labels
+    bins = [
+        {
+            "confidence_up_to": round(float(edges[place]), 4),
+            "images": int((places == place).sum()),
+            "mean_confidence": float(confidence[places == place].mean()),
+            "accuracy": float(right[places == place].mean()),
+        }
+        for place in np.unique(places)
+    ]
     error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(labels)
     return {
         "per_class": {
@@ -82,16 +82,3 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
         "calibration": {"expected_calibration_error": error, "bins": bins},
     }
-
-
-def most_confident_mistakes(predictions: Any, labels: Any, number: int) -> list[int]:
-    """Return the indices of the wrongly classified images with the highest confidence, the highest first.
-
-    Args:
-        predictions: Summaries from `summarize_logits` of N images.
-        labels: Class ids (N,).
-        number: Maximum number of indices.
-    """
-    ranked, confidence, _ = predictions
-    wrong = np.flatnonzero(ranked[:, 0] != labels)
-    return wrong[np.argsort(-confidence[wrong], kind="stable")][:number].tolist()

@@ -11,8 +11,8 @@ is classified whatever its suffix. Results keep the order of the arguments; a fo
     csv     the columns image, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only image
             and error are filled
 
-An unfinished --output FILE is called FILE.partial. An image that cannot be decoded is named on standard error and
-skipped. The exit code is 0, or 1 if there was such an image, or 2 if the command cannot be carried out.
+An image that cannot be decoded is named on standard error and skipped. The exit code is 0, or 1 if there was such an
+image, or 2 if the command cannot be carried out.
 """
 
 import argparse
@@ -20,10 +20,9 @@ import csv
 import glob
 import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,39 +99,29 @@ def load_classifier(model: str, device: str | None = None) -> ImageClassificatio
         UserError: The device or the model does not exist, or there is no image classifier with an image processor.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{model} holds no config.json. Give the folder of a saved model.")
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
-    in_folder = folder.parent != Path() and folder.parent.is_dir()
-    if not folder.is_dir() and (in_folder or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)):
-        raise UserError(f"{model} is no folder, and no name on the Hub. Give the folder of a saved model.")
+    if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
+        raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
-    with _in_one_sentence(f"--device {device}"):
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
         torch.empty(0, device=device)
-    with _in_one_sentence(f"{model} cannot be loaded as an image classifier"):
         classifier, report = AutoModelForImageClassification.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the libraries raise many types, even an AssertionError for a missing device
+        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
+        given = f"{model} cannot be loaded as an image classifier"
+        raise UserError(f"{given}: {reason} ({type(error).__name__}).") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # transformers has filled them with random numbers
         raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
     use_faster_linear(classifier)
     return pipeline("image-classification", model=classifier, image_processor=image_processor, device=device)
-
-
-@contextmanager
-def _in_one_sentence(what: str) -> Iterator[None]:
-    """Turn any error of a library into a `UserError` of one sentence, and silence its warnings."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    except Exception as error:  # the libraries raise many types, even an AssertionError for a missing device
-        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
-        raise UserError(f"{what}: {reason} ({type(error).__name__}).") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def predict(
@@ -165,34 +154,20 @@ def predict(
             yield result
 
 
-@contextmanager
-def _open_output(output: Path | None) -> Iterator[TextIO]:
-    """Open standard output, or a file that gets its final name once all is written."""
+def _open_output(output: Path | None) -> AbstractContextManager[TextIO]:
+    """Open a file, or standard output."""
     if output is None:
-        yield sys.stdout
-        return
-    is_special = output.exists() and not output.is_file()  # such as /dev/null
-    partial = output if is_special else output.with_name(f"{output.name}.partial")
+        return nullcontext(sys.stdout)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        yield file
-    if not is_special:
-        partial.replace(output)
+    return output.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # file names may not be UTF-8
 
 
-def _writer(file: TextIO, as_table: bool, top_k: int) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that writes a result as a row of a table, or as a line of JSON."""
-    if not as_table:
-        return lambda result: file.write(f"{json.dumps(result)}\n")
-    columns = ["image", *(f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")), "error"]
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-
-    def write_row(result: dict[str, Any]) -> None:
-        ranked = enumerate(result.pop("predictions", ()), 1)
-        writer.writerow(result | {f"{name}_{rank}": best[name] for rank, best in ranked for name in best})
-
-    return write_row
+def _table_row(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of `predict` as a row of the table."""
+    row = {name: value for name, value in result.items() if name != "predictions"}
+    for rank, prediction in enumerate(result.get("predictions", ()), 1):
+        row |= {f"{name}_{rank}": value for name, value in prediction.items()}
+    return row
 
 
 def main(argv: list[str]) -> int:
@@ -215,18 +190,21 @@ def main(argv: list[str]) -> int:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # also that of loading
     classifier = load_classifier(args.model, args.device)
-    as_table = args.output is not None and args.output.suffix.lower() == ".csv"
+    is_table = args.output is not None and args.output.suffix.lower() == ".csv"
     top_k, num_broken = min(args.top_k, classifier.model.config.num_labels), 0
+    columns = ["image", *(f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")), "error"]
+    results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
+    # Lines on the terminal show the progress, and a bar would break them.
+    in_terminal = args.output is None and sys.stdout.isatty()
     with _open_output(args.output) as file:
-        write = _writer(file, as_table, top_k)
-        results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
-        # Lines on the terminal show the progress, and a bar would break them.
-        in_terminal = args.output is None and sys.stdout.isatty()
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        if is_table:
+            table.writeheader()
         for result in tqdm(results, total=len(paths), unit="image", disable=in_terminal or None):
             if "error" in result:
                 num_broken += 1
                 tqdm.write(f"{PROGRAM}: {result['error']}", file=sys.stderr)
-            write(result)
+            table.writerow(_table_row(result)) if is_table else print(json.dumps(result), file=file)
             file.flush()
     if num_broken:
         print(f"{PROGRAM}: {num_broken} of {len(paths)} images cannot be decoded", file=sys.stderr)

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 
@@ -12,7 +13,7 @@ from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image
 from ..data.masking import MaskedImageDataset, plot_reconstructions
 from .figures import plot_curves, plot_mistakes
-from .metrics import detailed_report, most_confident_mistakes
+from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
 
 NUM_MISTAKES = 24  # in the figure
@@ -62,8 +63,9 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[st
     """Plot the most confident mistakes on the test split into a PNG file, if there are any."""
     path.unlink(missing_ok=True)  # a resumed run may have left one
     labels = cast(Any, outputs.label_ids)
-    places = most_confident_mistakes(outputs.predictions, labels, NUM_MISTAKES)
     ranked, confidence, _ = cast(tuple[Any, ...], outputs.predictions)
+    wrong = np.flatnonzero(ranked[:, 0] != labels)
+    places = wrong[np.argsort(-confidence[wrong], kind="stable")][:NUM_MISTAKES].tolist()
     captions = [
         f"taken for {label_names[ranked[place, 0]]:.12} ({100 * confidence[place]:.0f}%)\n"
         f"is {label_names[labels[place]]:.20}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from ..data.images import decode_image, denormalize
 from ..errors import UserError
 from ..evaluation.predict import load_classifier
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
-
-MAX_FILTERS = 28  # as many as the paper shows
 
 
 @contextmanager
@@ -158,7 +156,7 @@ def position_similarity(model: ViTScratchPreTrainedModel) -> Tensor:
 
 
 @torch.no_grad()
-def patch_filters(model: ViTScratchPreTrainedModel, number: int = MAX_FILTERS) -> Tensor:
+def patch_filters(model: ViTScratchPreTrainedModel, number: int = 28) -> Tensor:
     """Return the principal components of the patch embedding's filters, the largest first.
 
     Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, figure 7, left.
@@ -197,18 +195,16 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     Raises:
         UserError: The model is of another class.
     """
-    model: Any = classifier.model
-    image_processor: Any = classifier.image_processor
-    if not isinstance(model, ViTScratchForImageClassification):
-        given = f"{type(model).__name__}. `vit-scratch convert` converts some."
+    if not isinstance(classifier.model, ViTScratchForImageClassification):
+        given = f"{type(classifier.model).__name__}. Convert it with `vit-scratch convert`."
         raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
+    model, image_processor = cast(Any, classifier.model), cast(Any, classifier.image_processor)
     inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling
     grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
     predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
-    id2label: Any = model.config.id2label
-    labels = list(id2label.values())
-    best = [labels.index(prediction["label"]) for prediction in predictions[:num_classes]]
+    ids = {label: id for id, label in model.config.id2label.items()}
+    best = [ids[prediction["label"]] for prediction in predictions[:num_classes]]
     attentions = attention(model, pixel_values)
     return ImageAttention(
         pixels=denormalize(pixel_values[0], image_processor),
@@ -241,12 +237,7 @@ def _draw_grid(images: NDArray[Any], size: tuple[float, float], title: str, **co
 
 
 def draw_heads(maps: Tensor, title: str) -> Figure:
-    """Draw the map of every head, one row per layer, all on one color scale.
-
-    Args:
-        maps: (L, H, rows, cols), from `over_patches`.
-        title: Title of the figure.
-    """
+    """Draw the maps (L, H, rows, cols) of all heads, one row per layer, on one color scale."""
     num_layers, num_heads, rows, cols = maps.shape
     width = max(4.5, 1.0 + 0.75 * num_heads)
     side = min(1.0, (width - 1.5) / num_heads)
@@ -261,23 +252,17 @@ def draw_heads(maps: Tensor, title: str) -> Figure:
 
 
 def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Figure:
-    """Draw an image, and beside it each map over a grey copy, each on its own color scale.
-
-    Args:
-        image: (height, width, 3) or (height, width, 1).
-        maps: Maps (rows, cols) by title.
-    """
+    """Draw an image (height, width, C), and each map (rows, cols) over a grey copy, on its own color scale."""
     height, width = image.shape[:2]
     side = 2.4
     figure = Figure(figsize=(side * (1 + len(maps)), side * height / width + 0.9), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(maps))
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     first.imshow(image, cmap="gray", vmin=0, vmax=255)
     first.set_title("what the model sees", fontsize=10)
     for panel, (title, values) in zip(others, maps.items(), strict=True):
         panel.imshow(image.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
-        shown = panel.imshow(
-            values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5)
-        )
+        shown = panel.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=extent)
         panel.set_title(title, fontsize=10)
         figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9).ax.tick_params(labelsize=7)
     for panel in (first, *others):
@@ -286,13 +271,9 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
 
 
 def draw_position_similarity(similarity: Tensor) -> Figure:
-    """Draw one small map for each patch at its place: the similarity of its position to all others.
-
-    Args:
-        similarity: (rows, cols, rows, cols). A grid with more than 16 rows or columns is thinned out.
-    """
+    """Draw similarities (rows, cols, rows, cols): one small map for each patch at its place."""
     rows, cols = similarity.shape[:2]
-    step = math.ceil(max(rows, cols) / 16)
+    step = math.ceil(max(rows, cols) / 16)  # more maps would be too small
     maps = similarity[::step, ::step].cpu().numpy()
     title = "Position embeddings: one map for each patch, at its place"
     figure, axes, shown = _draw_grid(maps, (6.5, 0.7 + 5.4 * rows / cols), title, cmap="cividis", vmin=-1, vmax=1)
@@ -301,11 +282,7 @@ def draw_position_similarity(similarity: Tensor) -> Figure:
 
 
 def draw_filters(filters: Tensor) -> Figure:
-    """Draw filters as small images in full lines of seven, each scaled to its own range, with grey for 0.
-
-    Args:
-        filters: (number, C, patch height, patch width). Unless C is 3, the mean over the channels is drawn.
-    """
+    """Draw filters (number, C, height, width) in full lines of seven, each scaled to its own range; grey is 0."""
     number, channels, height, width = filters.shape
     columns = min(7, number)
     lines = number // columns
@@ -318,12 +295,7 @@ def draw_filters(filters: Tensor) -> Figure:
 
 
 def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dict[str, Figure]:
-    """Draw every figure for an image, by name.
-
-    Args:
-        classifier: Pipeline of a ViTScratch model.
-        image: RGB image.
-    """
+    """Draw every figure of a ViTScratch model for an RGB image, and return them by name."""
     model: Any = classifier.model
     seen = inspect_image(classifier, image, num_classes=2)
     maps = over_patches(seen.attentions.float(), seen.grid, pooling=seen.pooling)

@@ -29,7 +29,7 @@ from ...data.splits import load_digits
 from ...errors import UserError
 from ...evaluation.predict import load_classifier
 from ..attention_maps import ImageAttention, format_prediction, inspect_image
-from .rendering import VIEWS, Selection, draw_map, draw_matrix, draw_picture, patch_at
+from .rendering import VIEWS, Selection, draw_map, draw_matrix, draw_picture
 from .space import write_space
 
 try:
@@ -42,12 +42,7 @@ MAX_FILE_BYTES = 20 * 2**20
 KEPT_BYTES = 2**29  # attention kept for the last visitors
 KEPT_SECONDS = 600  # uploads are deleted afterwards
 QUEUE_SIZE = 256
-ON_CLICK = """element.addEventListener('click', event => {
-    const picture = event.target.closest('.vit-stack')
-    if (!picture) return
-    const box = picture.getBoundingClientRect()
-    trigger('click', {x: (event.clientX - box.left) / box.width, y: (event.clientY - box.top) / box.height})
-})"""
+ON_CLICK = Path(__file__).with_name("on_click.js").read_text(encoding="utf-8")
 ANNOUNCE = "element.setAttribute('role', 'status'); element.setAttribute('aria-live', 'polite')"
 
 
@@ -84,9 +79,6 @@ class Explorer:
     Args:
         classifier: Pipeline of a ViTScratch model.
         name: Name of the model on the page.
-
-    Raises:
-        UserError: The model is of another class.
     """
 
     def __init__(self, classifier: ImageClassificationPipeline, name: str):
@@ -108,12 +100,11 @@ class Explorer:
 
     def show(self, image: ImageAttention, *fields: Any) -> tuple[Any, ...]:
         """Return the new state and predictions, and what `draw` returns."""
-        best = image.predictions[0]
-        if self.is_regression:
-            predictions: Any = format_prediction(best, "regression")
-        else:
-            predictions = {prediction["label"]: prediction["score"] for prediction in image.predictions}
-        return image, predictions, *self.draw(image, *fields, news=f"Predicted: {best['label']}. ")
+        predictions: Any = {prediction["label"]: prediction["score"] for prediction in image.predictions}
+        if self.is_regression:  # the widget shows scores as percentages
+            predictions = format_prediction(image.predictions[0], "regression")
+        news = f"Predicted: {image.predictions[0]['label']}. "
+        return image, predictions, *self.draw(image, *fields, news=news)
 
     def show_example(self, event: gr.SelectData, *fields: Any) -> tuple[Any, ...]:
         """Show the selected example."""
@@ -128,8 +119,8 @@ class Explorer:
 
     def select_patch(self, event: gr.EventData, image: ImageAttention | None, *fields: Any) -> tuple[Any, ...]:
         """Select the patch at a click and draw."""
-        row, col = patch_at(float(event.x), float(event.y), self.first.grid)
-        return "patch", row, col, *self.draw(image, *Selection(*fields)._replace(view="patch", row=row, col=col))
+        selection = Selection(*fields)._replace(view="patch", row=event.row, col=event.col)
+        return selection.view, selection.row, selection.col, *self.draw(image, *selection)
 
 
 def _refuse_addresses(upload: gr.File) -> None:
@@ -180,8 +171,9 @@ def build_page(explorer: Explorer) -> gr.Blocks:
                         heat_map = gr.HTML(js_on_load=ON_CLICK, elem_id="map", elem_classes="vit-click")
                     with gr.Column(min_width=260):
                         matrix = gr.HTML(elem_id="matrix")
-                        label = "Tokens in the matrix"
-                        number = gr.Slider(1, num_tokens, min(num_tokens, 32), step=1, label=label, buttons=[])
+                        number = gr.Slider(
+                            1, num_tokens, min(num_tokens, 32), step=1, label="Tokens shown", buttons=[]
+                        )
         shown = [gr.State(), predictions, picture, heat_map, matrix, status]
         _connect(page, explorer, upload, examples, [view, layer, head, row, col, number], shown)
     return page
@@ -195,14 +187,14 @@ def _connect(
     # The model computes one image at a time. Drawing takes milliseconds.
     compute: dict[str, Any] = {"concurrency_id": "compute", "concurrency_limit": 1, "show_progress_on": drawn[-1]}
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    draw = quiet | {"concurrency_limit": 4}
+    # While a slider moves, only its last value counts.
+    draw = quiet | {"concurrency_limit": 4, "trigger_mode": "always_last"}
     given = upload.upload(explorer.show_upload, [upload, *fields], shown, api_name="explore", **compute)
     chosen = examples.select(explorer.show_example, fields, shown, api_visibility="private", **compute)
     # Reset them, so that the same file or example can be given again. Gradio's `then` misses failures.
     for ended in (given.success, given.failure, chosen.success):
         ended(lambda: (None, gr.Gallery(selected_index=None)), None, [upload, examples], queue=False, **quiet)
     page.load(functools.partial(explorer.show, explorer.first), fields, shown, **draw)
-    draw |= {"trigger_mode": "always_last"}  # while a slider moves, only its last value counts
     gr.on([field.input for field in fields], explorer.draw, [state, *fields], drawn, **draw)
     for clicked in drawn[:2]:
         clicked.click(explorer.select_patch, [state, *fields], [view, row, col, *drawn], **draw)
@@ -211,29 +203,6 @@ def _connect(
 def num_kept(image: ImageAttention) -> int:
     """Return the number of visitors whose image, of this size, is kept."""
     return min(max(KEPT_BYTES // image.attentions.nbytes, 2), 200)
-
-
-def serve(explorer: Explorer, port: int | None = None, open_browser: bool = False) -> None:
-    """Serve the page until interrupted.
-
-    Args:
-        explorer: Answers of the page.
-        port: Port of this machine; `None` for the first free one from 7860.
-        open_browser: Whether to open the page in a browser.
-    """
-    page = build_page(explorer).queue(max_size=QUEUE_SIZE, api_open=False)
-    page.launch(
-        server_port=port,
-        inbrowser=open_browser,
-        share=False,
-        max_file_size=MAX_FILE_BYTES,
-        state_session_capacity=num_kept(explorer.first),
-        css_paths=Path(__file__).with_name("page.css"),
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
-        ssr_mode=False,
-    )
 
 
 def main(argv: list[str]) -> None:
@@ -251,5 +220,16 @@ def main(argv: list[str]) -> None:
     if args.write_space:
         write_space(explorer.classifier, explorer.name, args.write_space)
         print(f"{args.write_space} is written. Check its README.md, then push it to a Space.")
-    else:
-        serve(explorer, args.port, args.open)
+        return
+    build_page(explorer).queue(max_size=QUEUE_SIZE, api_open=False).launch(
+        server_port=args.port,
+        inbrowser=args.open,
+        share=False,
+        max_file_size=MAX_FILE_BYTES,
+        state_session_capacity=num_kept(explorer.first),
+        css_paths=Path(__file__).with_name("page.css"),
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        ssr_mode=False,
+    )

@@ -49,12 +49,6 @@ class Selection(NamedTuple):
         return layer[self.head - 1] if self.head else layer.mean(dim=0)
 
 
-def patch_at(x: float, y: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return row and column, from 1, of the patch at a point; x and y go from 0 at the top left to 1."""
-    rows, cols = grid
-    return 1 + min(max(int(y * rows), 0), rows - 1), 1 + min(max(int(x * cols), 0), cols - 1)
-
-
 def draw_picture(image: ImageAttention, selection: Selection) -> str:
     """Draw the image with its patches."""
     (rows, cols), (height, width, _) = image.grid, image.pixels.shape

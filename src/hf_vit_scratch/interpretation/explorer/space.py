@@ -10,11 +10,9 @@ from transformers import ImageClassificationPipeline
 from ...errors import UserError
 
 PACKAGE = Path(__file__).parents[2]
-APP = """import sys
+APP = """from hf_vit_scratch.cli import main
 
-from hf_vit_scratch.cli import main
-
-sys.exit(main(["explore", "model"]))
+raise SystemExit(main(["explore", "model"]))
 """
 
 
