@@ -44,7 +44,7 @@ def mixed_images(tmp_path, photographs):
     folder = tmp_path / "mixed"
     folder.mkdir()
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned
+    exif[0x0112] = 6  # taken with a rotated camera
     for number, mode in enumerate(("RGB", "L", "RGBA", "P", "CMYK", "LA", "1")):
         image = photographs[number % 2].crop((50 * number, 0, 50 * number + 90, 60)).convert(mode)
         image.save(folder / f"{number}.tiff")
@@ -137,7 +137,7 @@ def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, cap
 
 
 @pytest.mark.parametrize(("top_k", "num_given"), [(1, 1), (3, 3), (99, 5)])
-def test_top_k_classes_are_given_and_at_most_all(top_k, num_given, saved, mixed_images, capsys):
+def test_at_most_top_k_classes_are_returned(top_k, num_given, saved, mixed_images, capsys):
     _, results, _ = results_of(capsys, saved(), mixed_images, "--top_k", top_k)
 
     assert {len(result["predictions"]) for result in results} == {num_given}
@@ -220,12 +220,12 @@ def tree(tmp_path, monkeypatch):
     ],
     ids=["folder", "glob", "globs", "any_suffix", "brackets", "each_once"],
 )
-def test_names_lead_to_images(names, found, tree):
+def test_names_expand_to_images(names, found, tree):
     assert find_images(names) == found
 
 
 @pytest.mark.parametrize("name", ["in/*.gif", "in/nothing.png", "in/folder.png"])
-def test_name_that_leads_to_nothing_is_refused(name, tree):
+def test_name_without_an_image_is_refused(name, tree):
     with pytest.raises(UserError, match=f"^{re.escape(name)}: no image found"):
         find_images(["in", name])
 
@@ -276,7 +276,7 @@ def test_name_that_is_not_in_utf_8_comes_out_as_it_is(to_file, saved, photograph
     assert (b"/caf\xe9.png," if to_file else b'/caf\\udce9.png"') in written
 
 
-def test_closed_pipe_ends_the_command_without_a_word(saved, mixed_images, monkeypatch, capsys):
+def test_closed_pipe_ends_the_command_silently(saved, mixed_images, monkeypatch, capsys):
     read, write = os.pipe()
     os.close(read)  # as `head` does once it has its lines
 
@@ -392,18 +392,18 @@ def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_imag
         (["--output", "/dev/null/table.csv"], r".*: '/dev/null'"),
     ],
 )
-def test_option_that_cannot_be_is_refused(options, message, saved, mixed_images, capsys):
+def test_impossible_option_is_refused(options, message, saved, mixed_images, capsys):
     assert re.match(message, error_of(capsys, saved(), mixed_images, *options))
 
 
-def test_device_that_is_not_there_is_refused(saved, mixed_images, capsys):
+def test_missing_device_is_refused(saved, mixed_images, capsys):
     assert cli.main(["predict", str(saved()), str(mixed_images), "--device", "abacus"]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"error: .* cannot be loaded .*: abacus \(RuntimeError\)\.$", line)
 
 
-def test_output_that_is_no_regular_file_is_written_as_it_is(saved, mixed_images):
+def test_output_to_a_special_file(saved, mixed_images):
     assert run(saved(), mixed_images, "--output", "/dev/null") == 0
 
     assert not Path("/dev/null").is_file()

@@ -45,7 +45,7 @@ def test_attention_is_the_same_whatever_the_implementation(implementation, pooli
     assert expected.shape == (2, 2, 4, num_tokens, num_tokens)
 
 
-def test_the_model_is_as_before_afterwards(pixels):
+def test_the_model_is_left_as_it_was(pixels):
     model = classifier().train()
     model.set_attn_implementation("sdpa")
     attention(model, pixels)
@@ -135,15 +135,15 @@ def test_classes_that_do_not_exist_are_refused(class_ids, pixels):
         class_attention(classifier(), pixels, class_ids)
 
 
-COLOURS = ([0], [1], [2], [0, 1], [0, 2], [1, 2])
+COLORS = ([0], [1], [2], [0, 1], [0, 2], [1, 2])
 
 
-def coloured_squares(number):
-    """Images of noise with a bright square of two by two patches somewhere, its class the colour; and where it is."""
+def colored_squares(number):
+    """Return images of noise with a bright square, their class (its color), and the patches that it covers."""
     images, where = 0.3 * torch.randn(number, 3, 32, 32), torch.zeros(number, 8, 8)
-    labels = torch.randint(len(COLOURS), (number,))
+    labels = torch.randint(len(COLORS), (number,))
     for image, label, place, (top, left) in zip(images, labels, where, torch.randint(7, (number, 2)), strict=True):
-        image[COLOURS[label], 4 * top : 4 * top + 8, 4 * left : 4 * left + 8] += 3.0
+        image[COLORS[label], 4 * top : 4 * top + 8, 4 * left : 4 * left + 8] += 3.0
         place[top : top + 2, left : left + 2] = 1
     return images, labels, where
 
@@ -152,16 +152,16 @@ def coloured_squares(number):
 def test_class_attention_of_a_model_trained_to_find_a_square_lies_on_the_square(pooling):
     config = ViTScratchConfig(
         image_size=32, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        norm_first=True, pooling=pooling, num_labels=len(COLOURS),
+        norm_first=True, pooling=pooling, num_labels=len(COLORS),
     )  # fmt: skip
     model = ViTScratchForImageClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(200):
-        images, labels, _ = coloured_squares(32)
+        images, labels, _ = colored_squares(32)
         model(images, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    images, labels, where = coloured_squares(64)
+    images, labels, where = colored_squares(64)
     assert (model.eval()(images).logits.argmax(-1) == labels).float().mean() > 0.95
     maps = class_attention(model, images, labels)
     share = (maps * where).sum((1, 2)) / maps.sum((1, 2))
@@ -217,7 +217,7 @@ def test_patch_filters_are_the_principal_components():
     assert (found.flatten(1).amax(1) == found.flatten(1).abs().amax(1)).all()
 
 
-def test_the_image_that_the_model_sees_comes_back(photographs):
+def test_denormalize_returns_the_image_that_the_model_sees(photographs):
     image = photographs[0].resize((24, 16))
     processor = ViTImageProcessor(
         size={"height": 16, "width": 24}, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.6, 0.7]
@@ -263,7 +263,7 @@ def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
     assert [title for title in titles if ":" in title] == [kind.format(**best) for best in pipe(image, top_k=2)]
 
 
-def test_each_title_belongs_to_its_map_where_scores_are_equal(photographs, monkeypatch):
+def test_each_title_belongs_to_its_map_if_scores_are_equal(photographs, monkeypatch):
     config = ViTScratchConfig(**TINY | {"problem_type": "multi_label_classification"})
     model = randomize_(ViTScratchForImageClassification(config), 0.5).eval()
     model.classifier.bias.data = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])  # all 100%

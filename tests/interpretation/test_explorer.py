@@ -68,7 +68,7 @@ def pixels_of(html):
         return np.asarray(image)
 
 
-def in_colours(values):
+def in_colors(values):
     values = np.asarray(values, dtype=np.float32)
     return matplotlib.colormaps["viridis"](values / values.max(), bytes=True)[..., :3]
 
@@ -89,11 +89,11 @@ def png_of_size(width, height):
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")
 
 
-# What an image does in the model
+# The attention in an image
 
 
 @pytest.mark.parametrize("fields", [{}, {"pooling": "mean", "attn_implementation": "sdpa"}], ids=["cls", "mean"])
-def test_everything_shown_is_what_the_model_does(fields, tmp_path, photographs):
+def test_inspected_image_equals_the_models_outputs(fields, tmp_path, photographs):
     folder = save_model(tmp_path / "model", **fields)
     image = inspect_image(load_classifier(str(folder), "cpu"), photographs[0])
 
@@ -113,7 +113,7 @@ def test_everything_shown_is_what_the_model_does(fields, tmp_path, photographs):
     assert image.class_attention.min() >= 0
 
 
-def test_grey_model_is_shown_too(tmp_path, photographs):
+def test_greyscale_model_is_drawn(tmp_path, photographs):
     config = ViTScratchConfig(**TINY | {"num_channels": 1})
     ViTScratchForImageClassification(config).save_pretrained(tmp_path)
     size = {"height": 16, "width": 24}
@@ -144,7 +144,7 @@ def test_kept_attention_fits_into_its_memory():
 
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1])
 @pytest.mark.parametrize("head", [0, 2])
-def test_map_is_what_the_chosen_patch_reads(num_prefix_tokens, head):
+def test_map_shows_what_the_selected_patch_reads(num_prefix_tokens, head):
     image = random_attention(num_prefix_tokens)
 
     html, sentence = draw_map(image, Selection("patch", layer=2, head=head, row=3, col=2))
@@ -152,7 +152,7 @@ def test_map_is_what_the_chosen_patch_reads(num_prefix_tokens, head):
     layer = image.attentions[1].float().numpy()
     weights = layer[head - 1] if head else layer.mean(axis=0)
     reads = weights[num_prefix_tokens + 2 * COLS + 1, num_prefix_tokens:].reshape(ROWS, COLS)
-    np.testing.assert_array_equal(pixels_of(html), in_colours(reads))
+    np.testing.assert_array_equal(pixels_of(html), in_colors(reads))
     row, col = divmod(int(reads.argmax()), COLS)
     assert sentence.startswith("The patch in row 3, column 2 reads most from the patch in ")
     assert sentence.endswith(f" row {row + 1}, column {col + 1}: {100 * reads.max():.3g}%.")
@@ -161,16 +161,16 @@ def test_map_is_what_the_chosen_patch_reads(num_prefix_tokens, head):
 
 
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1])
-def test_maps_of_the_whole_image_are_those_of_its_vector(num_prefix_tokens):
+def test_maps_of_the_whole_image_show_its_vector(num_prefix_tokens):
     image = random_attention(num_prefix_tokens)
 
     maps = {view: pixels_of(draw_map(image, Selection(view))[0]) for view in ("image", "rollout", "class")}
 
     weights = image.attentions[0].float().numpy().mean(axis=0)
     reads = weights[0, 1:] if num_prefix_tokens else weights.mean(axis=0)
-    np.testing.assert_array_equal(maps["image"], in_colours(reads.reshape(ROWS, COLS)))
-    np.testing.assert_array_equal(maps["rollout"], in_colours(image.rollout))
-    np.testing.assert_array_equal(maps["class"], in_colours(image.class_attention[0]))
+    np.testing.assert_array_equal(maps["image"], in_colors(reads.reshape(ROWS, COLS)))
+    np.testing.assert_array_equal(maps["rollout"], in_colors(image.rollout))
+    np.testing.assert_array_equal(maps["class"], in_colors(image.class_attention[0]))
 
 
 def test_map_of_zeros_is_drawn():
@@ -180,16 +180,16 @@ def test_map_of_zeros_is_drawn():
 
 
 @pytest.mark.parametrize(("number", "outlined"), [(13, True), (8, True), (7, False), (1, False)])
-def test_matrix_has_the_first_tokens(number, outlined):
+def test_matrix_shows_the_first_tokens(number, outlined):
     image = random_attention()
 
     html = draw_matrix(image, Selection(layer=1, head=3, row=3, col=1, num_tokens=number))
 
-    np.testing.assert_array_equal(pixels_of(html), in_colours(image.attentions[0, 2, :number, :number].float()))
+    np.testing.assert_array_equal(pixels_of(html), in_colors(image.attentions[0, 2, :number, :number].float()))
     assert ('<rect class="vit-outer" x="0" y="7" ' in html) == outlined  # the class token, six patches, then this
 
 
-def test_picture_is_the_image_with_its_patches():
+def test_picture_shows_the_image_with_its_patches():
     image = random_attention()
 
     html = draw_picture(image, Selection(row=4, col=3))
@@ -200,7 +200,7 @@ def test_picture_is_the_image_with_its_patches():
     assert re.findall('d="(.*?)"', html) == ["M0 1H3", "M0 2H3", "M0 3H3", "M1 0V4", "M2 0V4"]
 
 
-def test_names_of_classes_are_no_markup():
+def test_names_of_classes_are_escaped():
     image = dataclasses.replace(random_attention(), predictions=[{"label": LABELS[2], "score": 0.75}])
 
     html = "".join(app.Explorer.draw(image, *Selection("class")))
@@ -228,7 +228,7 @@ def test_image_of_any_mode_becomes_rgb(mode, kind, photographs):
 
 def test_rotated_and_animated_images_are_opened(photographs):
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned
+    exif[0x0112] = 6  # taken with a rotated camera
 
     turned = open_upload(file_of(photographs[0], "PNG", exif=exif))
     first = open_upload(file_of(photographs[0], "PNG", save_all=True, append_images=[photographs[1]]))
@@ -312,7 +312,7 @@ def free_port():
 
 
 def started(arguments, folder, **environment):
-    """A server as a process of its own, and its address once it answers."""
+    """Start a server process, and return it with its address once it answers."""
     port = free_port()
     environment = (
         os.environ | {"GRADIO_SERVER_PORT": str(port), "GRADIO_TEMP_DIR": str(folder / "uploads")} | environment
@@ -332,7 +332,7 @@ def started(arguments, folder, **environment):
 
 @contextmanager
 def serving(folder, setting):
-    """The process and the address of a page, of which one constant is another."""
+    """Serve a page with one changed constant; yield its process and its address."""
     save_model(folder / "model")
     code = f"from hf_vit_scratch.interpretation.explorer import app; app.{setting}; app.main(['model'])"
     server, url = started(["-c", code], folder)
@@ -343,7 +343,7 @@ def serving(folder, setting):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The address of a page that keeps the images of two visitors."""
+    """Yield the address of a page that keeps the images of two visitors."""
     with serving(tmp_path_factory.mktemp("served"), "KEPT_BYTES = 0") as (_, url):
         yield url
 
@@ -415,7 +415,7 @@ def browser(tmp_path):
 
 
 class Page:
-    """What a user does on the page, and sees of it."""
+    """The actions of a user on the page, and what the user sees."""
 
     def __init__(self, driver, url):
         self.driver = driver
@@ -438,11 +438,11 @@ class Page:
         return self.driver.execute_script("return document.querySelector(arguments[0]).innerText", selector)
 
     def picture(self, name):
-        """The bytes of a picture, as they are on the screen."""
+        """Return the data of a picture on the screen."""
         return self.driver.execute_script("return document.querySelector(arguments[0]).src", f"#{name} img")
 
     def changes(self, act, *names):
-        """Wait until what has been done changes all of these pictures."""
+        """Act, then wait until all of these pictures have changed."""
         before = {name: self.picture(name) for name in names}
         act()
         self.until(lambda: all(self.picture(name) != before[name] for name in names))
@@ -500,7 +500,7 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
     page.says("The patch in row 1, column 3 reads")
     page.changes(lambda: page.slide("Layer", "ARROW_LEFT"), "map", "matrix")
     page.until(lambda: "layer 1, mean of the heads" in page.text("#map"))
-    page.changes(lambda: page.slide("Tokens shown", "HOME", "ARROW_RIGHT"), "matrix")
+    page.changes(lambda: page.slide("Tokens", "HOME", "ARROW_RIGHT"), "matrix")
     page.until(lambda: "the first 2 of 13 tokens" in page.text("#matrix"))
     for label in ("What the whole image's vector reads", "class attention", "rollout"):
         page.changes(page.radio(label).click, "map")
@@ -521,7 +521,7 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
     page.changes(lambda: page.upload(tmp_path / "flower.jpg"), "picture", "map")
     assert page.picture("picture") == flower
 
-    # Its image gives way to those of others, and the page goes on
+    # The images of other visitors replace its own, and the page goes on
     for _ in range(3):
         ask(served, (tmp_path / "flower.jpg").read_bytes())
     page.click_patch("picture", 3, 1)
@@ -534,7 +534,7 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
     assert [element.get_attribute("outerHTML") for element in shown if not element.accessible_name.strip()] == []
     assert page.one("[role=status][aria-live=polite] .vit-status").is_displayed()
 
-    # And nothing was asked of another machine, or went wrong
+    # No other machine was contacted, and no error was logged
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     requests = [
         message["params"]["request"]["url"] for message in messages if message["method"].endswith("WillBeSent")

@@ -171,9 +171,7 @@ def build_page(explorer: Explorer) -> gr.Blocks:
                         heat_map = gr.HTML(js_on_load=ON_CLICK, elem_id="map", elem_classes="vit-click")
                     with gr.Column(min_width=260):
                         matrix = gr.HTML(elem_id="matrix")
-                        number = gr.Slider(
-                            1, num_tokens, min(num_tokens, 32), step=1, label="Tokens shown", buttons=[]
-                        )
+                        number = gr.Slider(1, num_tokens, min(num_tokens, 32), step=1, label="Tokens", buttons=[])
         shown = [gr.State(), predictions, picture, heat_map, matrix, status]
         _connect(page, explorer, upload, examples, [view, layer, head, row, col, number], shown)
     return page
