@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.dataset import ImageClassificationDataset
+from ..data.images import denormalize
 from .auto_config import sizes_and_modes
 from .trainer import ViTTrainer
 
@@ -225,14 +226,13 @@ def _sheet(trainer: ViTTrainer, names: list[str]) -> Image.Image:
     dataset: Any = trainer.train_dataset
     assert isinstance(dataset, ImageClassificationDataset)
     pixel_values, labels = _batch(trainer, 32, stage=min(1, len(dataset.stages) - 1))
-    processor = dataset.image_processor
-    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (processor.image_mean, processor.image_std))
+    images = denormalize(pixel_values, dataset.image_processor)
     figure = Figure(figsize=(12, 7), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     for axes in figure.subplots(4, 8).flat:
         axes.axis("off")
-    for axes, pixels, label in zip(figure.axes, pixel_values, labels, strict=False):
-        axes.imshow((pixels.cpu() * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+    for axes, image, label in zip(figure.axes, images, labels, strict=False):
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
         best = int(label.argmax()) if label.is_floating_point() else int(label)
         share = f" {label.max():.0%}" if label.is_floating_point() else ""
         axes.set_title(f"{names[best]}{share}", fontsize=8)
