@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from test_train_script import SMALL, train
 
-from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.training import sanity_check
 
 
