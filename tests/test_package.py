@@ -33,7 +33,7 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
         "cli.py",
         "recipes/digits.yaml",
         "evaluation/model_card_template.md",
-        "interpretation/explorer_files/page.css",
+        "interpretation/explorer/page.css",
     )
     assert {f"hf_vit_scratch/{name}" for name in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -7,20 +7,18 @@ from transformers import EvalPrediction
 
 from hf_vit_scratch.evaluation.figures import plot_curves
 from hf_vit_scratch.evaluation.metrics import (
-    TopKAccuracy,
     compute_metrics,
     detailed_report,
-    most_confident_mistakes,
     summarize_logits,
 )
 
 
 def test_accuracy_of_rankings_by_hand():
-    rankings = [[3, 1, 0, 2, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [5, 6, 7, 8, 9]]
+    rankings = np.array([[3, 1, 0, 2, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [5, 6, 7, 8, 9]])
 
-    assert TopKAccuracy().compute(predictions=rankings, references=[3, 4, 0, 6]) == {
-        "accuracy": 0.25, "top5_accuracy": 0.75
-    }  # fmt: skip
+    metrics = compute_metrics(EvalPrediction((rankings, None, np.array([0.5, 1, 2, 3])), np.array([3, 4, 0, 6])))
+
+    assert metrics == {"accuracy": 0.25, "top5_accuracy": 0.75, "exact_loss": 1.625}
 
 
 def summaries(logits, labels):
@@ -97,14 +95,6 @@ def test_loss_of_confident_half_precision_logits_is_finite():
 
     assert summarize_logits(logits, torch.tensor([1]))[2].tolist() == [400.0]
     assert F.cross_entropy(logits.float(), torch.tensor([1])) == 400
-
-
-def test_most_confident_mistakes_come_first():
-    ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
-    predictions = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
-
-    assert most_confident_mistakes(predictions, np.array([0, 0, 0, 0, 0]), 2) == [2, 4]
-    assert most_confident_mistakes(predictions, ranked[:, 0], 2) == []
 
 
 def test_curves_leave_out_what_was_not_logged(tmp_path, monkeypatch):

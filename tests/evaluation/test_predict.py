@@ -14,10 +14,9 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from PIL import Image
 from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel, cli
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.evaluation import predict
-from hf_vit_scratch.evaluation.predict import find_images, main
+from hf_vit_scratch.evaluation.predict import find_images
 
 LABELS = ["ant", "bee, wild", "cat", "dog", "eel"]
 
@@ -45,7 +44,7 @@ def mixed_images(tmp_path, photographs):
     folder = tmp_path / "mixed"
     folder.mkdir()
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned
+    exif[0x0112] = 6  # taken with a rotated camera
     for number, mode in enumerate(("RGB", "L", "RGBA", "P", "CMYK", "LA", "1")):
         image = photographs[number % 2].crop((50 * number, 0, 50 * number + 90, 60)).convert(mode)
         image.save(folder / f"{number}.tiff")
@@ -55,7 +54,7 @@ def mixed_images(tmp_path, photographs):
 
 
 def run(*arguments):
-    return main([*map(str, arguments), "--device", "cpu"])
+    return cli.main(["predict", *map(str, arguments), "--device", "cpu"])
 
 
 def results_of(capsys, *arguments):
@@ -138,7 +137,7 @@ def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, cap
 
 
 @pytest.mark.parametrize(("top_k", "num_given"), [(1, 1), (3, 3), (99, 5)])
-def test_top_k_classes_are_given_and_at_most_all(top_k, num_given, saved, mixed_images, capsys):
+def test_at_most_top_k_classes_are_returned(top_k, num_given, saved, mixed_images, capsys):
     _, results, _ = results_of(capsys, saved(), mixed_images, "--top_k", top_k)
 
     assert {len(result["predictions"]) for result in results} == {num_given}
@@ -221,25 +220,18 @@ def tree(tmp_path, monkeypatch):
     ],
     ids=["folder", "glob", "globs", "any_suffix", "brackets", "each_once"],
 )
-def test_names_lead_to_images(names, found, tree):
+def test_names_expand_to_images(names, found, tree):
     assert find_images(names) == found
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("in/*.gif", "is no file or folder, and as a glob it matches no image"),
-        ("in/nothing.png", "is no file or folder"),
-        ("in/folder.png", "folder holds no image"),
-    ],
-)
-def test_name_that_leads_to_nothing_is_refused(name, message, tree):
-    with pytest.raises(UserError, match=f"^{re.escape(name)}: this {message}"):
+@pytest.mark.parametrize("name", ["in/*.gif", "in/nothing.png", "in/folder.png"])
+def test_name_without_an_image_is_refused(name, tree):
+    with pytest.raises(UserError, match=f"^{re.escape(name)}: no image found"):
         find_images(["in", name])
 
 
 def test_images_are_looked_for_before_the_model(tree, capsys):
-    assert error_of(capsys, "no/such/model", "in/*.gif").startswith("in/*.gif: this is no file or folder")
+    assert error_of(capsys, "no/such/model", "in/*.gif").startswith("in/*.gif: no image found")
 
 
 # Output
@@ -263,21 +255,12 @@ def test_table_has_one_row_per_image_and_a_column_of_errors(saved, mixed_images,
         assert list(row.values()) == [*expected, result.get("error", "")]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "table"),
-    [
-        ("out.jsonl", [], False),
-        ("out.CSV", [], True),
-        ("out", [], False),
-        ("out.csv", ["--format", "jsonl"], False),
-        ("out.jsonl", ["--format", "csv"], True),
-    ],
-)
-def test_format_follows_the_suffix_unless_it_is_given(name, options, table, saved, mixed_images, tmp_path):
-    run(saved(), mixed_images / "0.tiff", "--output", tmp_path / name, *options)
+@pytest.mark.parametrize(("name", "is_table"), [("out.jsonl", False), ("out.CSV", True), ("out", False)])
+def test_format_follows_the_suffix(name, is_table, saved, mixed_images, tmp_path):
+    run(saved(), mixed_images / "0.tiff", "--output", tmp_path / name)
 
     first, *_ = (tmp_path / name).read_text().splitlines()
-    assert first.startswith("image,label_1,score_1,") if table else json.loads(first)["predictions"]
+    assert first.startswith("image,label_1,score_1,") if is_table else json.loads(first)["predictions"]
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take names in UTF-8 only")
@@ -287,29 +270,13 @@ def test_name_that_is_not_in_utf_8_comes_out_as_it_is(to_file, saved, photograph
     photographs[0].save(image)
     table = tmp_path / "table.csv"
 
-    assert run(saved(), image, "--format", "csv", *(["--output", table] if to_file else [])) == 0
+    assert run(saved(), image, *(["--output", table] if to_file else [])) == 0
 
     written = table.read_bytes() if to_file else capsysbinary.readouterr().out
-    assert b"/caf\xe9.png," in written
+    assert (b"/caf\xe9.png," if to_file else b'/caf\\udce9.png"') in written
 
 
-def test_interrupted_output_is_not_taken_for_whole(saved, mixed_images, tmp_path, monkeypatch, capsys):
-    def interrupted(*args, **options):
-        yield {"image": "a.png", "predictions": []}
-        raise KeyboardInterrupt
-
-    output = tmp_path / "results.jsonl"
-    output.write_text("of yesterday")
-    monkeypatch.setattr(predict, "predict", interrupted)
-
-    assert run(saved(), mixed_images, "--output", output) == 130
-
-    assert output.read_text() == "of yesterday"
-    assert (tmp_path / "results.jsonl.partial").read_text() == '{"image": "a.png", "predictions": []}\n'
-    assert capsys.readouterr().err == "vit-scratch predict: interrupted\n"
-
-
-def test_closed_pipe_ends_the_command_without_a_word(saved, mixed_images, monkeypatch, capsys):
+def test_closed_pipe_ends_the_command_silently(saved, mixed_images, monkeypatch, capsys):
     read, write = os.pipe()
     os.close(read)  # as `head` does once it has its lines
 
@@ -320,20 +287,16 @@ def test_closed_pipe_ends_the_command_without_a_word(saved, mixed_images, monkey
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("terminal", "options", "has_bar"),
-    [(True, [], True), (True, ["--quiet"], False), (False, [], False)],
-    ids=["terminal", "quiet", "no_terminal"],
-)
-def test_progress_is_shown_in_a_terminal(terminal, options, has_bar, saved, mixed_images, monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_in_a_terminal(terminal, saved, mixed_images, monkeypatch, capsys):
     model = saved()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     enable_progress_bars()
 
-    run(model, mixed_images, *options)
+    run(model, mixed_images)
     disable_progress_bars()
 
-    assert ("9/9" in capsys.readouterr().err) == has_bar
+    assert ("9/9" in capsys.readouterr().err) == terminal
 
 
 # Refusals
@@ -369,8 +332,8 @@ def save_with_other_classes(folder):
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (lambda folder: None, r"is no folder, and no name on the Hub\."),
-        (Path.mkdir, r"holds no config\.json\. Give the folder of a saved model\."),
+        (lambda folder: None, r"is no folder\. Give the folder of a saved model"),
+        (Path.mkdir, r"cannot be loaded as an image classifier: Unrecognized model"),
         (save_encoder, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
         (save_with_other_classes, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
         (save_bert, r"cannot be loaded as an image classifier: .*BertConfig"),
@@ -389,10 +352,10 @@ def test_folder_that_is_no_image_classifier_is_refused(save, message, mixed_imag
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("runs/digits", r"is no folder, and no name on the Hub\."),
+        ("runs/digits", r"is no folder\. Give the folder of a saved model"),
         (
             "someone/digits",
-            r"is no folder, and from the Hub it cannot be loaded as an image classifier: .*\(OSError\)",
+            r"cannot be loaded as an image classifier: .*\(OSError\)",
         ),
     ],
 )
@@ -425,22 +388,22 @@ def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_imag
         (["--top_k", "0"], r"--top_k must be at least 1, got 0\."),
         (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
         (["--num_workers", "-1"], r"--num_workers must be at least 0, got -1\."),
-        (["--output", "."], r"--output \. is a folder\."),
-        (["--output", "/dev/null/table.csv"], r"--output /dev/null/table\.csv cannot be written: "),
+        (["--output", "."], r".*Is a directory: '\.'"),
+        (["--output", "/dev/null/table.csv"], r".*: '/dev/null'"),
     ],
 )
-def test_option_that_cannot_be_is_refused(options, message, saved, mixed_images, capsys):
+def test_impossible_option_is_refused(options, message, saved, mixed_images, capsys):
     assert re.match(message, error_of(capsys, saved(), mixed_images, *options))
 
 
-def test_device_that_is_not_there_is_refused(saved, mixed_images, capsys):
-    assert main([str(saved()), str(mixed_images), "--device", "abacus"]) == 2
+def test_missing_device_is_refused(saved, mixed_images, capsys):
+    assert cli.main(["predict", str(saved()), str(mixed_images), "--device", "abacus"]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"error: --device abacus: .*\(RuntimeError\)\.$", line)
+    assert re.search(r"error: .* cannot be loaded .*: abacus \(RuntimeError\)\.$", line)
 
 
-def test_output_that_is_no_regular_file_is_written_as_it_is(saved, mixed_images):
+def test_output_to_a_special_file(saved, mixed_images):
     assert run(saved(), mixed_images, "--output", "/dev/null") == 0
 
     assert not Path("/dev/null").is_file()

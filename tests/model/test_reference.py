@@ -246,5 +246,5 @@ def test_positions_do_not_depend_on_the_batch():
 def test_pixels_that_are_not_normalised_are_refused(photographs):
     pixels = torch.from_numpy(np.array(photographs[0].resize((24, 16)))).permute(2, 0, 1)[None]  # 0 to 255
 
-    with pytest.raises(TypeError, match=r"floating point tensor of normalised pixels, got torch.uint8"):
+    with pytest.raises(TypeError, match=r"floating point tensor of normalized pixels, got torch.uint8"):
         make_model()(pixels)

@@ -30,7 +30,7 @@ from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.data.streaming import ImageClassificationStream
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import predict
-from hf_vit_scratch.interpretation import explorer
+from hf_vit_scratch.interpretation.explorer.app import open_upload
 
 NUMBER = 1000
 GIB = 2**30
@@ -172,7 +172,7 @@ def test_data_path_decodes_or_names_each_file(files, figure):
 
 
 def predicted(model, root, output):
-    return predict.main([str(model), str(root), "--output", str(output), "--device", "cpu", "--quiet"])
+    return predict.main([str(model), str(root), "--output", str(output), "--device", "cpu"])
 
 
 def test_predict_classifies_or_names_each_file(files, tmp_path, figure):
@@ -197,7 +197,7 @@ def opened(root):
     counts = [0, 0]
     for path in sorted(root.rglob("*.jpg")):
         try:
-            assert explorer.open_upload(path.read_bytes()).mode == "RGB"
+            assert open_upload(path.read_bytes()).mode == "RGB"
             counts[0] += 1
         except UserError as error:
             counts[1] += str(error).endswith(".")

@@ -33,7 +33,7 @@ def test_of_200_requests_at_once_each_is_answered_in_bounded_memory(served, phot
     wrong = [
         answer
         for content, answer in zip(contents, answers, strict=True)
-        if not answer.startswith((kinds.get(content, "This is no file of the types"), busy))
+        if not answer.startswith((kinds.get(content, "The file must be an image of type"), busy))
     ]
     assert wrong == []
     counts = Counter(answer.startswith(busy) for answer in answers)

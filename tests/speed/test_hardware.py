@@ -130,10 +130,10 @@ def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, 
     assert not hardware.can_compile("cpu")
 
 
-def test_attention_is_written_out_for_few_tokens_in_bf16_on_a_cpu(cpu):
+def test_attention_is_eager_for_few_tokens_in_bf16_on_a_cpu(cpu):
     cpu(avx512_bf16=True)
     assert chosen()[2] == "eager"
-    few, many = hardware.MAX_TOKENS_WRITTEN_OUT, hardware.MAX_TOKENS_WRITTEN_OUT + 1
+    few, many = hardware.MAX_TOKENS_FOR_EAGER, hardware.MAX_TOKENS_FOR_EAGER + 1
     choices = [("cpu", few, True), ("cpu", many, True), ("cpu", few, False), ("cuda", few, True)]
     assert [hardware.choose_attention(*choice) for choice in choices] == ["eager", "sdpa", "sdpa", "sdpa"]
 

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from test_train_script import SMALL, train
 
-from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.training import sanity_check
 
 
@@ -30,7 +29,6 @@ def test_digits_pass(capsys, tmp_path):
     assert passed, printed
     assert "train: 1295 images of 10 classes, from 125 (8) to 131 (1)" in printed
     assert "500 RGB; width 8 to 8, height 8 to 8; the model gets 8x8" in lines["Images"].replace(" L;", " RGB;")
-    assert "0 parameters are without one" in lines["Gradients"]
     assert "Nothing stands in the way of training." in lines["Verdict"]
     assert "the model alone" in lines["Speed"]
     assert re.search(r"about \d+\.\d minutes of training, 60 passes over the images", lines["Time"])
@@ -83,21 +81,6 @@ def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, m
 
     assert not passed
     assert "images by heart. Are labels and images those that belong together" in printed
-
-
-def test_parameters_without_a_gradient_are_named(capsys, tmp_path, monkeypatch):
-    init = ViTScratchForImageClassification.__init__
-
-    def with_unused(self, config):
-        init(self, config)
-        self.unused = torch.nn.Linear(2, 2)
-
-    monkeypatch.setattr(ViTScratchForImageClassification, "__init__", with_unused)
-
-    _, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))
-
-    assert "2 parameters are without one" in lines["Gradients"]
-    assert "These parameters get no gradient: unused.weight, unused.bias." in printed
 
 
 def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path):

@@ -217,8 +217,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return a whole batch, for which the data loader asks if it can."""
         if get_worker_info() is not None:
             set_up_worker_process()
-        first_stage = 0 if self.stages else None
-        samples = [key if isinstance(key, Sample) else Sample(0, first_stage, key) for key in keys]
+        samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
         indices = [sample.row for sample in samples]
         if self._images is not None and self._labels is not None:
             places = torch.tensor(indices, device=self._images.device)
@@ -231,7 +230,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             )
             labels = torch.tensor(rows["label"])
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
-        return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": samples[0].stage}
+        stage = samples[0].stage if self.stages else None
+        return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs, by default without augmentation.
@@ -242,8 +242,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             stage: Index into `stages`; the last one of training has no augmentation.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
-        samples = [Sample(0, stage if self.stages else None, row) for row in rows]
-        return self.batch_transform(self.__getitems__(samples))
+        return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
 
 
 def collate(batch: Any) -> Any:

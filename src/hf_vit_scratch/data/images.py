@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
+from torch import Tensor
 from transformers.image_utils import load_image
 
 from ..errors import UserError
@@ -152,3 +156,22 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
     with open_image(row, name) as image:
         lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.size[::-1] if lies_on_its_side else image.size), image.mode
+
+
+def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:
+    """Return the images that a model sees as pixels.
+
+    Args:
+        pixel_values: (..., C, height, width), as prepared by the image processor.
+        image_processor: Image processor of the model.
+
+    Returns:
+        (..., height, width, C).
+    """
+    pixels = pixel_values.detach().float().cpu()
+    if image_processor.do_normalize:
+        mean, std = (torch.tensor(x)[:, None, None] for x in (image_processor.image_mean, image_processor.image_std))
+        pixels = pixels * std + mean
+    if image_processor.do_rescale:
+        pixels = pixels / image_processor.rescale_factor
+    return pixels.round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from .dataset import ImageClassificationDataset
+from .images import denormalize
 from .sampler import Sample
 from .transforms import SampleRNG
 
@@ -99,14 +100,12 @@ def plot_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, pa
     height, width = dataset.patch_size
     hidden = hidden.view(len(pixels), 1, pixels.shape[2] // height, pixels.shape[3] // width)
     hidden = hidden.repeat_interleave(height, 2).repeat_interleave(width, 3)
-    processor = dataset.image_processor
-    mean, std = (pixels.new_tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
     rows = (pixels, pixels.masked_fill(hidden, 0), torch.where(hidden, reconstruction, pixels))
     figure = Figure(figsize=(1.5 * len(pixels), 4.8), layout="constrained")
     grid = figure.subplots(3, len(pixels), squeeze=False)
     for axes_row, title, images in zip(grid, ("image", "shown", "reconstructed"), rows, strict=True):
-        for axes, image in zip(axes_row, (images * std + mean).clamp(0, 1), strict=True):
-            axes.imshow(image.permute(1, 2, 0).cpu().numpy())
+        for axes, image in zip(axes_row, denormalize(images, dataset.image_processor), strict=True):
+            axes.imshow(image, cmap="gray", vmin=0, vmax=255)
             axes.axis("off")
         axes_row[0].set_title(title, loc="left", fontsize=9)
     figure.savefig(path, dpi=110)

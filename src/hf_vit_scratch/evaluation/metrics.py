@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
-METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")  # of an evaluation
+METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")
 CALIBRATION_BINS = 15
 
 
@@ -38,7 +38,7 @@ class TopKAccuracy(evaluate.Metric):
 
 
 def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reduce logits (B, L) to what the metrics need, so that an evaluation needs little memory.
+    """Reduce logits (B, L) to what the metrics need, to save memory in an evaluation.
 
     Returns:
         The ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy (B,).
@@ -52,43 +52,48 @@ def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """The Trainer's metrics from the summaries of `summarize_logits` and class ids (N,)."""
+    """Compute the Trainer's metrics from the summaries of `summarize_logits` and class ids (N,).
+
+    Example:
+        >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
+        >>> compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
+        {'accuracy': 0.5, 'top5_accuracy': 0.5, 'exact_loss': 0.8}
+    """
     ranked, _, losses = cast(tuple[np.ndarray, ...], evaluation.predictions)
-    metric = TopKAccuracy(keep_in_memory=True)
-    accuracies = metric.compute(predictions=ranked, references=evaluation.label_ids)
+    accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=evaluation.label_ids)
     return {**accuracies, "exact_loss": float(losses.mean(dtype=np.float64))}
 
 
 def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
-    """Per class, which classes are taken for which, and how far confidence can be believed.
+    """Report scores per class, the confusion matrix and the calibration.
 
     Args:
-        predictions: The summaries of `summarize_logits`, of N images.
+        predictions: Summaries from `summarize_logits` of N images.
         labels: Class ids (N,).
         label_names: Names of the L classes.
 
     Returns:
-        `per_class`: precision, recall, f1-score and support of each class. `confusion_matrix`: L rows of L counts, row
-        the true class, column the predicted one. `calibration`: the expected calibration error (Guo et al. 2017,
-        https://arxiv.org/abs/1706.04599, equation 3) and for each of its bins of confidence the upper edge, the number
-        of images, their mean confidence and their accuracy.
+        `per_class`: precision, recall, f1-score and support of each class. `confusion_matrix`: L rows of L counts; a
+        row is a true class, a column a predicted one. `calibration`: the expected calibration error (Guo et al. 2017,
+        https://arxiv.org/abs/1706.04599, equation 3) and, for each bin of confidence that has images, its upper edge,
+        their number, their mean confidence and their accuracy.
     """
     ranked, confidence, _ = predictions
     best, ids = ranked[:, 0], list(range(len(label_names)))
-    # Not `classification_report`, which has its averages among the classes: one may be named accuracy.
+    # `classification_report` puts its averages among the classes, one of which may be named accuracy.
     scores = precision_recall_fscore_support(labels, best, labels=ids, zero_division=0.0)
     names = ("precision", "recall", "f1-score", "support")
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
-    bins = []
-    for number, edge in enumerate(edges):
-        inside = np.digitize(confidence, edges, right=True) == number
-        if inside.any():
-            bins.append({
-                "confidence_up_to": round(float(edge), 4),
-                "images": int(inside.sum()),
-                "mean_confidence": float(confidence[inside].mean()),
-                "accuracy": float((best == labels)[inside].mean()),
-            })  # fmt: skip
+    places, right = np.digitize(confidence, edges, right=True), best == labels
+    bins = [
+        {
+            "confidence_up_to": round(float(edges[place]), 4),
+            "images": int((places == place).sum()),
+            "mean_confidence": float(confidence[places == place].mean()),
+            "accuracy": float(right[places == place].mean()),
+        }
+        for place in np.unique(places)
+    ]
     error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(labels)
     return {
         "per_class": {
@@ -98,16 +103,3 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
         "calibration": {"expected_calibration_error": error, "bins": bins},
     }
-
-
-def most_confident_mistakes(predictions: Any, labels: Any, number: int) -> list[int]:
-    """The places of the images that the model is surest about among those that it gets wrong, the surest first.
-
-    Args:
-        predictions: The summaries of `summarize_logits`, of N images.
-        labels: Class ids (N,).
-        number: How many at most.
-    """
-    ranked, confidence, _ = predictions
-    wrong = np.flatnonzero(ranked[:, 0] != labels)
-    return wrong[np.argsort(-confidence[wrong], kind="stable")][:number].tolist()

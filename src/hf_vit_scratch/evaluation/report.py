@@ -1,10 +1,11 @@
-"""What a finished run leaves: metrics, log, pictures and the model card."""
+"""The files of a finished run: metrics, log, figures and the model card."""
 
 import json
 import logging
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 
@@ -12,10 +13,10 @@ from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image
 from ..data.masking import MaskedImageDataset, plot_reconstructions
 from .figures import plot_curves, plot_mistakes
-from .metrics import detailed_report, most_confident_mistakes
+from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
 
-NUM_MISTAKES = 24  # in the picture of the most confident ones
+NUM_MISTAKES = 24  # in the figure
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +24,16 @@ logger = logging.getLogger(__name__)
 def report_on_test_split(
     trainer: Any, test_dataset: ImageClassificationDataset, data: str, command: str
 ) -> dict[str, Any]:
-    """Evaluate a trained model on the test split, once, and write the report into the folder of the run.
+    """Evaluate a trained model on the test split and write the report into the folder of the run.
 
     Args:
         trainer: A `ViTTrainer` after training.
-        test_dataset: The test split.
-        data: The source of the images, as `--data` names it.
-        command: The command line that repeats the run.
+        test_dataset: Test split.
+        data: Source of the images, as given to `--data`.
+        command: Command line that repeats the run.
 
     Returns:
-        The metrics.
+        The metrics by name.
     """
     outputs = trainer.predict(test_dataset)
     trainer.log_metrics("test", outputs.metrics)
@@ -48,22 +49,23 @@ def report_on_test_split(
     else:
         names = test_dataset.rows.features["label"].names
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
-        # What begins with "_" is not pushed: the images of a folder stay where they are.
+        # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
         draw_mistakes(outputs, test_dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
     trainer.create_model_card()
-    logger.info("The model, its recipe, metrics, log and pictures are in %s", output_dir)
+    logger.info("The model, its recipe, metrics, log and figures are in %s", output_dir)
     return metrics
 
 
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:
-    """Draw the test images that the model is surest about and wrong, if there are any, into a PNG file."""
-    path.unlink(missing_ok=True)  # of before a resumption
+    """Plot the most confident mistakes on the test split into a PNG file, if there are any."""
+    path.unlink(missing_ok=True)  # a resumed run may have left one
     labels = cast(Any, outputs.label_ids)
-    places = most_confident_mistakes(outputs.predictions, labels, NUM_MISTAKES)
     ranked, confidence, _ = cast(tuple[Any, ...], outputs.predictions)
+    wrong = np.flatnonzero(ranked[:, 0] != labels)
+    places = wrong[np.argsort(-confidence[wrong], kind="stable")][:NUM_MISTAKES].tolist()
     captions = [
         f"taken for {label_names[ranked[place, 0]]:.12} ({100 * confidence[place]:.0f}%)\n"
         f"is {label_names[labels[place]]:.20}"

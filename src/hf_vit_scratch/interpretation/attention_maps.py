@@ -1,45 +1,38 @@
-"""What a trained model looks at, as arrays and as figures.
+"""Compute and draw what a trained model attends to in an image.
 
     vit-scratch explain runs/digits a_digit.png --output_dir pictures
 
-Shapes: B images, L layers, H heads, N tokens (the class token, if any, and then the patches, row by row), rows x cols
-patches.
+Shapes: B images, L layers, H heads, N tokens (the class token, if there is one, then the patches row by row),
+rows x cols patches.
 """
 
 import argparse
 import math
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import ImageClassificationPipeline
 
-from ..data.images import decode_image
+from ..data.images import decode_image, denormalize
 from ..errors import UserError
 from ..evaluation.predict import load_classifier
-from ..model.modeling_vit_scratch import (
-    ViTScratchEmbeddings,
-    ViTScratchForImageClassification,
-    ViTScratchPreTrainedModel,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PROGRAM = "vit-scratch explain"
-MAX_FILTERS = 28  # as many as the paper shows
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
 @contextmanager
-def _attention_written_out(model: ViTScratchPreTrainedModel) -> Iterator[None]:
-    """Evaluation mode and the attention that has its probabilities to give, and then what was there before."""
+def _eager_attention(model: ViTScratchPreTrainedModel) -> Iterator[None]:
+    """Switch to evaluation mode and eager attention, which returns its weights, and back afterwards."""
     implementation, training = model.config._attn_implementation, model.training
     model.set_attn_implementation("eager")
     model.eval()
@@ -50,31 +43,31 @@ def _attention_written_out(model: ViTScratchPreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(implementation)
 
 
-def _embeddings(model: ViTScratchPreTrainedModel) -> ViTScratchEmbeddings:
-    return cast(ViTScratchEmbeddings, model.base_model.embeddings)
+def _embeddings(model: ViTScratchPreTrainedModel) -> Any:
+    return model.base_model.embeddings
 
 
 @torch.no_grad()
 def attention(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> Tensor:
-    """The attention probabilities of every layer and head, whatever `attn_implementation` the model has.
+    """Return the attention weights of every layer and head, for any `attn_implementation`.
 
     Args:
-        model: Any model of ours. Its mode and its attention implementation are as before when this returns.
+        model: A ViTScratch model. It keeps its mode and its attention implementation.
         pixel_values: (B, C, height, width), normalised, on the model's device.
 
     Returns:
-        (B, L, H, N, N), at least float32. Row i says how much token i takes from each token, and sums to 1.
+        (B, L, H, N, N), at least float32. Row i holds the share that token i takes from each token, and sums to 1.
     """
-    with _attention_written_out(model):
-        probs = torch.stack(model(pixel_values, output_attentions=True).attentions, dim=1)
-    return probs.to(torch.promote_types(probs.dtype, torch.float32))
+    with _eager_attention(model):
+        weights = torch.stack(model(pixel_values, output_attentions=True).attentions, dim=1)
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def rollout(attentions: Tensor) -> Tensor:
-    """How much of each input token is in each output token, if every layer only mixed tokens and kept half of each.
+    """Return the share of each input token in each output token (attention rollout).
 
     Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928, section 3 and equation 1: the product over the layers of
-    the mean over the heads, each with half of the identity for the residual connection.
+    the mean over the heads, each averaged with the identity for the residual connection.
 
     Args:
         attentions: (B, L, H, N, N).
@@ -93,39 +86,31 @@ def rollout(attentions: Tensor) -> Tensor:
 def class_attention(
     model: ViTScratchForImageClassification, pixel_values: Tensor, class_ids: Sequence[int] | Tensor | None = None
 ) -> Tensor:
-    """Which patches speak for a class: attention, weighted by the gradient of the class's logit.
+    """Return the relevance of each patch for a class: attention weighted by the gradient of the class's logit.
 
-    Chefer et al. 2021, https://arxiv.org/abs/2103.15679, equations 5 and 6, with the identity, from which relevance
-    starts, taken off. Unlike rollout it differs from class to class. The model's gradients are left alone.
+    Chefer et al. 2021, https://arxiv.org/abs/2103.15679, equations 5 and 6, without the identity from which the
+    relevance starts. Unlike rollout it differs between classes. The gradients of the parameters stay as they are.
 
     Args:
         model: A classifier.
         pixel_values: (B, C, height, width), normalised, on the model's device.
-        class_ids: One for each image; `None` for the class that the model predicts.
+        class_ids: One class id for each image; `None` for the predicted classes.
 
     Returns:
-        (B, rows, cols), 0 or more, at least float32; larger is more. They have no unit: compare patches of one image.
-
-    Raises:
-        ValueError: There is not one class for each image, or no such class.
+        (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
     """
-    with _attention_written_out(model), torch.enable_grad():
-        # So that there are gradients of a model with frozen weights too.
+    with _eager_attention(model), torch.enable_grad():
+        # A model with frozen weights has gradients only if its input requires them.
         outputs = model(pixel_values.detach().requires_grad_(), output_attentions=True)
         logits = outputs.logits
-        ids = logits.argmax(dim=-1) if class_ids is None else torch.as_tensor(class_ids, device=logits.device)
-        if ids.shape != logits.shape[:1] or ids.min() < 0 or ids.max() >= logits.shape[-1]:
-            raise ValueError(
-                f"class_ids must be {len(logits)} numbers from 0 to {logits.shape[-1] - 1}, one for each image; got "
-                f"{ids.tolist()}."
-            )
-        # The logit of one image has no gradient in another, so their sum does for all.
-        gradients = torch.autograd.grad(logits.gather(1, ids[:, None].long()).sum(), outputs.attentions)
+        ids = logits.argmax(dim=-1) if class_ids is None else class_ids
+        # One backward pass serves all images: the logit of one has no gradient in another.
+        gradients = torch.autograd.grad(logits[range(len(logits)), ids].sum(), outputs.attentions)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     identity = torch.eye(gradients[0].shape[-1], dtype=dtype, device=logits.device)
     relevance = identity.expand(len(logits), -1, -1)
-    for probs, gradient in zip(outputs.attentions, gradients, strict=True):
-        weighted = (probs.detach().to(dtype) * gradient.to(dtype)).clamp(min=0).mean(dim=1)
+    for weights, gradient in zip(outputs.attentions, gradients, strict=True):
+        weighted = (weights.detach().to(dtype) * gradient.to(dtype)).clamp(min=0).mean(dim=1)
         relevance = relevance + weighted @ relevance
     grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
     return over_patches(relevance - identity, grid, pooling=model.config.pooling)
@@ -134,38 +119,30 @@ def class_attention(
 def over_patches(
     weights: Tensor, grid: tuple[int, int], patch: tuple[int, int] | None = None, *, pooling: str | None = None
 ) -> Tensor:
-    """What one token, or the vector of the whole image, takes from each patch.
+    """Return the share that one patch, or the pooled vector of the image, takes from each patch.
 
     Args:
-        weights: (..., N, N), of `attention` or `rollout`.
-        grid: rows and cols.
-        patch: Row and column of the patch that takes, from 0; `None` for the vector that a classifier reads.
-        pooling: Kind of that vector, `config.pooling`: cls or mean, of the patches. `None` for the class token where
-            there is one; but a model can have one and read the mean.
+        weights: (..., N, N), from `attention` or `rollout`.
+        grid: Rows and columns of patches.
+        patch: Row and column of the patch that reads, from 0; `None` for the vector that the classifier reads.
+        pooling: `config.pooling`, which says what that vector is. `None` means the class token if there is one.
 
     Returns:
-        (..., rows, cols). What is taken from the class token is not in it.
-
-    Raises:
-        ValueError: The grid has more patches than there are tokens, or no such patch.
+        (..., rows, cols). The share taken from the class token is left out.
     """
-    rows, cols = grid
-    num_prefix_tokens = weights.shape[-1] - rows * cols
-    if num_prefix_tokens < 0:
-        raise ValueError(f"a grid of {rows} x {cols} patches has more than the {weights.shape[-1]} tokens there are.")
-    if patch is None:
-        of_class_token = num_prefix_tokens > 0 and pooling != "mean"
-        row = weights[..., 0, :] if of_class_token else weights[..., num_prefix_tokens:, :].mean(dim=-2)
-    elif 0 <= patch[0] < rows and 0 <= patch[1] < cols:
-        row = weights[..., num_prefix_tokens + patch[0] * cols + patch[1], :]
+    num_prefix_tokens = weights.shape[-1] - math.prod(grid)
+    if patch is not None:
+        row = weights[..., num_prefix_tokens:, :].unflatten(-2, grid)[..., *patch, :]
+    elif num_prefix_tokens and pooling != "mean":
+        row = weights[..., 0, :]
     else:
-        raise ValueError(f"patch must lie in the grid of {rows} rows and {cols} columns, from (0, 0); got {patch}.")
+        row = weights[..., num_prefix_tokens:, :].mean(dim=-2)
     return row[..., num_prefix_tokens:].unflatten(-1, grid)
 
 
 @torch.no_grad()
 def position_similarity(model: ViTScratchPreTrainedModel) -> Tensor:
-    """The cosine similarity of each patch's position embedding with each other's.
+    """Return the cosine similarities between the position embeddings of all patches.
 
     Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, figure 7, middle.
 
@@ -179,14 +156,13 @@ def position_similarity(model: ViTScratchPreTrainedModel) -> Tensor:
 
 
 @torch.no_grad()
-def patch_filters(model: ViTScratchPreTrainedModel, number: int = MAX_FILTERS) -> Tensor:
-    """The principal components of the patch embedding's filters, the largest first.
+def patch_filters(model: ViTScratchPreTrainedModel, number: int = 28) -> Tensor:
+    """Return the principal components of the patch embedding's filters, the largest first.
 
     Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, figure 7, left.
 
     Returns:
-        (number, C, patch height, patch width), each of length 1, its largest entry positive; at least float32. Fewer
-        where a patch has fewer pixels or the model fewer filters.
+        At most (number, C, patch height, patch width), at least float32, each of length 1 with a positive peak.
     """
     weight = _embeddings(model).patch_embeddings.projection.weight
     filters = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
@@ -195,192 +171,159 @@ def patch_filters(model: ViTScratchPreTrainedModel, number: int = MAX_FILTERS) -
     return (components * largest.sign()).unflatten(1, weight.shape[1:])
 
 
-def image_of(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:
-    """The image that the model sees, as pixels again.
+@dataclass(frozen=True)
+class ImageAttention:
+    """What a model attends to in one image, on the CPU."""
+
+    pixels: NDArray[np.uint8]  # (height, width, C), as the model sees them
+    predictions: list[dict[str, Any]]  # `label` and `score`, best first
+    grid: tuple[int, int]
+    pooling: str  # of the model
+    attentions: Tensor  # (L, H, N, N), float16
+    rollout: Tensor  # (rows, cols), for the pooled vector
+    class_attention: Tensor  # (K, rows, cols), for the best K classes
+
+
+def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, num_classes: int = 1) -> ImageAttention:
+    """Compute what a model attends to in an image.
 
     Args:
-        pixel_values: (C, height, width), normalised.
-        image_processor: By which they were made.
+        classifier: Pipeline of a ViTScratch model.
+        image: RGB image.
+        num_classes: Number of best classes whose class attention is computed.
 
-    Returns:
-        (height, width, C).
+    Raises:
+        UserError: The model is of another class.
     """
-    pixels = pixel_values.detach().float().cpu()
-    if image_processor.do_normalize:
-        mean, std = (
-            torch.tensor(numbers)[:, None, None] for numbers in (image_processor.image_mean, image_processor.image_std)
-        )
-        pixels = pixels * std + mean
-    if image_processor.do_rescale:
-        pixels = pixels / image_processor.rescale_factor
-    return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    if not isinstance(classifier.model, ViTScratchForImageClassification):
+        given = f"{type(classifier.model).__name__}. Convert it with `vit-scratch convert`."
+        raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
+    model, image_processor = cast(Any, classifier.model), cast(Any, classifier.image_processor)
+    inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
+    pixel_values, pooling = inputs["pixel_values"], model.config.pooling
+    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
+    predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
+    ids = {label: id for id, label in model.config.id2label.items()}
+    best = [ids[prediction["label"]] for prediction in predictions[:num_classes]]
+    attentions = attention(model, pixel_values)
+    return ImageAttention(
+        pixels=denormalize(pixel_values[0], image_processor),
+        predictions=predictions,
+        grid=grid,
+        pooling=pooling,
+        attentions=attentions[0].half().cpu(),
+        rollout=over_patches(rollout(attentions)[0], grid, pooling=pooling).cpu(),
+        class_attention=class_attention(model, pixel_values.expand(len(best), -1, -1, -1), best).cpu(),
+    )
 
 
-# Figures. Sizes are in inches, of which a page has about six and a half across.
+def format_prediction(prediction: dict[str, Any], problem_type: str | None) -> str:
+    """Return a class and its confidence, or its value in a regression, as text."""
+    return f"{prediction['label']}: {prediction['score']:{'.4g' if problem_type == 'regression' else '.0%'}}"
 
 
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
-    return Figure(figsize=(width, height), layout="constrained")
+# Figures. Sizes are in inches; a page is about 6.5 wide.
 
 
-def draw_heads(maps: Tensor, title: str) -> "Figure":
-    """Every head of every layer: one row of maps for each layer, all in one scale of colours.
+def _draw_grid(images: NDArray[Any], size: tuple[float, float], title: str, **colors: Any) -> tuple[Figure, Any, Any]:
+    """Draw small images (lines, columns, height, width, ...) and return the figure, its axes and the last image."""
+    figure = Figure(figsize=size, layout="constrained")
+    axes: Any = figure.subplots(*images.shape[:2], squeeze=False)
+    for place in np.ndindex(*images.shape[:2]):
+        shown = axes[place].imshow(images[place], **colors)
+        axes[place].set(xticks=[], yticks=[])
+    figure.suptitle(textwrap.fill(title, round(10 * size[0])), fontsize=11)
+    return figure, axes, shown
 
-    Args:
-        maps: (L, H, rows, cols), of `over_patches`.
-        title: Says for which token.
-    """
+
+def draw_heads(maps: Tensor, title: str) -> Figure:
+    """Draw the maps (L, H, rows, cols) of all heads, one row per layer, on one color scale."""
     num_layers, num_heads, rows, cols = maps.shape
     width = max(4.5, 1.0 + 0.75 * num_heads)
     side = min(1.0, (width - 1.5) / num_heads)
-    figure = _figure(width, 0.9 + (side + 0.05) * rows / cols * num_layers)
-    axes = figure.subplots(num_layers, num_heads, squeeze=False)
-    highest = float(maps.max())
-    for layer, head in np.ndindex(num_layers, num_heads):
-        panel: Any = axes[layer, head]
-        shown = panel.imshow(maps[layer, head].cpu().numpy(), cmap="viridis", vmin=0, vmax=highest)
-        panel.set(xticks=[], yticks=[])
-        if layer == 0:
-            panel.set_title(f"head {head}" if head == 0 else f"{head}", fontsize=9)
-        if head == 0:
-            panel.set_ylabel(f"layer {layer}" if layer == 0 else f"{layer}", fontsize=9, rotation=0, ha="right")
+    size = (width, 0.9 + (side + 0.05) * rows / cols * num_layers)
+    figure, axes, shown = _draw_grid(maps.cpu().numpy(), size, title, cmap="viridis", vmin=0, vmax=float(maps.max()))
+    for head, panel in enumerate(axes[0]):
+        panel.set_title(f"head {head}" if head == 0 else f"{head}", fontsize=9)
+    for layer, panel in enumerate(axes[:, 0]):
+        panel.set_ylabel(f"layer {layer}" if layer == 0 else f"{layer}", fontsize=9, rotation=0, ha="right")
     figure.colorbar(shown, ax=axes, label="share of the attention", shrink=min(1.0, 3 / num_layers), aspect=15)
-    figure.suptitle(textwrap.fill(title, round(10 * width)), fontsize=11)
     return figure
 
 
-def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> "Figure":
-    """The image, and beside it in grey with each map over it, each in its own scale of colours.
-
-    Args:
-        image: (height, width, 3), or 1 channel.
-        maps: (rows, cols) by title.
-    """
+def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Figure:
+    """Draw an image (height, width, C), and each map (rows, cols) over a grey copy, on its own color scale."""
     height, width = image.shape[:2]
     side = 2.4
-    figure = _figure(side * (1 + len(maps)), side * height / width + 0.9)
+    figure = Figure(figsize=(side * (1 + len(maps)), side * height / width + 0.9), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(maps))
-    first.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=255)
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    first.imshow(image, cmap="gray", vmin=0, vmax=255)
     first.set_title("what the model sees", fontsize=10)
     for panel, (title, values) in zip(others, maps.items(), strict=True):
         panel.imshow(image.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
-        shown = panel.imshow(
-            values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5)
-        )
+        shown = panel.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=extent)
         panel.set_title(title, fontsize=10)
         figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9).ax.tick_params(labelsize=7)
     for panel in (first, *others):
-        panel.set(xticks=[], yticks=[], anchor="N")  # side by side, though not all have a scale below
+        panel.set(xticks=[], yticks=[], anchor="N")  # aligned at the top, although the first has no color scale
     return figure
 
 
-def draw_position_similarity(similarity: Tensor) -> "Figure":
-    """One small map for each patch, where the patch lies: how alike its position is to each other's.
-
-    Args:
-        similarity: (rows, cols, rows, cols). Of a grid above 16 patches high or wide only some patches are shown.
-    """
+def draw_position_similarity(similarity: Tensor) -> Figure:
+    """Draw similarities (rows, cols, rows, cols): one small map for each patch at its place."""
     rows, cols = similarity.shape[:2]
-    step = math.ceil(max(rows, cols) / 16)
-    shown_rows, shown_cols = range(0, rows, step), range(0, cols, step)
-    figure = _figure(6.5, 0.7 + 5.4 * rows / cols)
-    axes = figure.subplots(len(shown_rows), len(shown_cols), squeeze=False)
-    for (i, row), (j, col) in ((a, b) for a in enumerate(shown_rows) for b in enumerate(shown_cols)):
-        shown = axes[i, j].imshow(similarity[row, col].cpu().numpy(), cmap="cividis", vmin=-1, vmax=1)
-        axes[i, j].set(xticks=[], yticks=[])
+    step = math.ceil(max(rows, cols) / 16)  # more maps would be too small
+    maps = similarity[::step, ::step].cpu().numpy()
+    title = "Position embeddings: one map for each patch, at its place"
+    figure, axes, shown = _draw_grid(maps, (6.5, 0.7 + 5.4 * rows / cols), title, cmap="cividis", vmin=-1, vmax=1)
     figure.colorbar(shown, ax=axes, label="cosine similarity")
-    figure.suptitle("Position embeddings: one map for each patch, at its place", fontsize=11)
     return figure
 
 
-def draw_filters(filters: Tensor) -> "Figure":
-    """The filters as small images, each stretched to its own range, grey for 0.
-
-    Args:
-        filters: (number, C, patch height, patch width); of other numbers of channels than 3 the mean is shown.
-    """
+def draw_filters(filters: Tensor) -> Figure:
+    """Draw filters (number, C, height, width) in full lines of seven, each scaled to its own range; grey is 0."""
     number, channels, height, width = filters.shape
     columns = min(7, number)
-    lines = math.ceil(number / columns)
-    figure = _figure(max(3.5, 0.85 * columns), 0.6 + 0.95 * lines * height / width)
-    panels = figure.subplots(lines, columns, squeeze=False).flat
-    for index, panel in enumerate(panels):
-        panel.axis("off")
-        if index < number:
-            values = filters[index].cpu() if channels == 3 else filters[index].cpu().mean(dim=0, keepdim=True)
-            stretched = 0.5 + 0.5 * values / values.abs().max()
-            panel.imshow(stretched.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-            panel.set_title(f"{index + 1}", fontsize=8)
-    figure.suptitle("Patch embedding: principal components of its filters", fontsize=11)
-    return figure
+    lines = number // columns
+    values = filters if channels == 3 else filters.mean(dim=1, keepdim=True)
+    scaled = 0.5 + 0.5 * values / values.abs().amax(dim=(1, 2, 3), keepdim=True)
+    images = scaled[: lines * columns].movedim(1, -1).unflatten(0, (lines, columns)).cpu().numpy()
+    size = (max(3.5, 0.85 * columns), 0.6 + 0.85 * lines * height / width)
+    title = "Patch embedding: principal components of its filters"
+    return _draw_grid(images, size, title, cmap="gray", vmin=0, vmax=1)[0]
 
 
-def draw_all(classifier: Any, image: Any) -> dict[str, "Figure"]:
-    """All figures of a model and an image, by name.
-
-    Args:
-        classifier: The pipeline of `predict.load_classifier`, of a model of ours.
-        image: A PIL image.
-
-    Raises:
-        UserError: The model is not one of ours.
-    """
-    model, image_processor = classifier.model, classifier.image_processor
-    if not isinstance(model, ViTScratchForImageClassification):
-        raise UserError(f"a model of hf_vit_scratch is needed, got {type(model).__name__}; `from_vit` converts one.")
-    pixel_values = image_processor(images=image, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
-    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
-    seen = image_of(pixel_values[0], image_processor)
-    maps = attention(model, pixel_values)
-    with torch.no_grad():
-        logits = model(pixel_values).logits.cpu()
-    pooling = model.config.pooling
-    reader = "the class token" if pooling == "cls" else "the mean of the patches"
-    best = classifier.postprocess({"logits": logits}, top_k=2)
-    ids = {label: id for id, label in cast(dict[int, str], model.config.id2label).items()}
-    kind = "{:.4g}" if model.config.problem_type == "regression" else "{:.0%}"
-    for_classes = {
-        f"{class_['label']}: {kind.format(class_['score'])}": class_attention(
-            model, pixel_values, [ids[class_["label"]]]
-        )[0]
-        for class_ in best
-    }
+def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dict[str, Figure]:
+    """Draw every figure of a ViTScratch model for an RGB image, and return them by name."""
+    model: Any = classifier.model
+    seen = inspect_image(classifier, image, num_classes=2)
+    maps = over_patches(seen.attentions.float(), seen.grid, pooling=seen.pooling)
+    reader = "the class token" if seen.pooling == "cls" else "the mean of the patches"
+    titles = [format_prediction(prediction, model.config.problem_type) for prediction in seen.predictions]
     return {
-        "attention": draw_heads(
-            over_patches(maps, grid, pooling=pooling)[0], f"Attention: what {reader} takes from each patch"
-        ),
-        "rollout": draw_over_image(seen, {"attention rollout": over_patches(rollout(maps), grid, pooling=pooling)[0]}),
-        "class_attention": draw_over_image(seen, for_classes),
+        "attention": draw_heads(maps, f"Attention: what {reader} takes from each patch"),
+        "rollout": draw_over_image(seen.pixels, {"attention rollout": seen.rollout}),
+        "class_attention": draw_over_image(seen.pixels, dict(zip(titles, seen.class_attention, strict=False))),
         "position_similarity": draw_position_similarity(position_similarity(model)),
         "patch_filters": draw_filters(patch_filters(model)),
     }
 
 
-def main(argv: list[str]) -> int:
-    """The command line; returns the exit status."""
+def main(argv: list[str]) -> None:
+    """Run `vit-scratch explain`."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vit-scratch explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder that train.py has left, or a name on the Hub")
-    parser.add_argument("image", metavar="IMAGE", help="a file")
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="where the PNG files go")
-    parser.add_argument("--device", help="such as cpu or cuda:1; the accelerator if there is one")
+    parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
+    parser.add_argument("image", metavar="IMAGE", help="image file")
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
     args = parser.parse_args(argv)
-    try:
-        image = decode_image({"path": args.image, "bytes": None}, args.image)
-        figures = draw_all(load_classifier(args.model, args.device), image)
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
+    image = decode_image({"path": args.image, "bytes": None}, args.image)
+    figures = draw_all(load_classifier(args.model, args.device), image)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         path = args.output_dir / f"{name}.png"
         figure.savefig(path, dpi=150)
         print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,10 +8,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -38,7 +38,7 @@ AUTO_MAP = {
     "AutoBackbone": "modeling_vit_scratch.ViTScratchBackbone",
 }
 # Beyond these nothing fits into a computer, and torch fails without saying why.
-MOST, MOST_LAYERS = 2**20, 10_000
+MAX_SIZE, MAX_LAYERS = 2**20, 10_000
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 
@@ -139,8 +139,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             kwargs.pop("num_labels", None)
         elif not _is_integer(kwargs["num_labels"]):
             raise TypeError(f"num_labels must be an integer, got {kwargs['num_labels']!r}.")
-        elif not 0 <= kwargs["num_labels"] <= MOST:  # transformers gives each a name, which takes forever
-            raise ValueError(f"num_labels must be at least 0 and at most {MOST}, got {kwargs['num_labels']}.")
+        elif not 0 <= kwargs["num_labels"] <= MAX_SIZE:  # transformers gives each a name, which takes forever
+            raise ValueError(f"num_labels must be at least 0 and at most {MAX_SIZE}, got {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self.validate()
         self._out_features = self._out_indices = None
@@ -171,26 +171,19 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"got {variant!r}."
             )
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size = VARIANTS[match[1]]
-        return cls(
-            **{
-                "patch_size": int(match[2]),
-                "hidden_size": hidden_size,
-                "num_hidden_layers": num_hidden_layers,
-                "num_attention_heads": num_attention_heads,
-                "intermediate_size": intermediate_size,
-                **overrides,
-            }
-        )
+        sizes = {
+            "patch_size": int(match[2]),
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "intermediate_size": intermediate_size,
+        }
+        return cls(**sizes | overrides)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save the configuration, as every model does with its own, and the code, for those who lack this package.
+        """Save the configuration as transformers does, and the code, so that the model loads without this package.
 
-        Saved models then load with `trust_remote_code=True`; where the package is imported, without.
-
-        Args:
-            save_directory: The folder; it is made.
-            push_to_hub: Whether to upload it too.
-            kwargs: As in transformers.
+        It then loads with `trust_remote_code=True`; where the package is imported, without.
         """
         # Not by the models' `_auto_class`: it writes the entry of one class only, and of a model that is wrapped by
         # FSDP transformers would save the code of the wrapper.
@@ -256,33 +249,18 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             TypeError: A field has the wrong type.
             ValueError: A field, or a combination of fields, is impossible.
         """
-        for names, is_of_type, type_in_words, is_valid, in_words in FIELD_RULES:
-            for name in names:
-                value = getattr(self, name)
-                if value is None and name in OPTIONAL_FIELDS:
-                    continue
-                if not is_of_type(value):
-                    raise TypeError(f"{name} must be {type_in_words}, got {value!r}.")
-                if not is_valid(value):
-                    raise ValueError(f"{name} must be {in_words}, got {value!r}.")
-        for name, choices in (
-            ("position_embedding_type", POSITION_EMBEDDING_TYPES),
-            ("pooling", POOLINGS),
-            ("hidden_act", tuple(ACT2FN)),
-            ("classifier_act", tuple(ACT2FN)),
-            ("problem_type", PROBLEM_TYPES),
-        ):
+        for name, rule in RULES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name in OPTIONAL_FIELDS):
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+            if value is None and name in OPTIONAL_FIELDS:
+                continue
+            if not rule.has_type(value):
+                raise TypeError(f"{name} must be {rule.type_in_words}, got {value!r}.")
+            if not rule.is_valid(value):
+                raise ValueError(f"{name} must be {rule.in_words}, got {value!r}.")
         self._validate_combinations()
 
     def _validate_combinations(self) -> None:
-        """Check what must hold between fields.
-
-        Raises:
-            ValueError: A combination is impossible.
-        """
+        """Check what must hold between fields."""
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:
@@ -336,7 +314,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_valid_size(size: Any) -> bool:
-    return (_is_integer(size) or len(size) == 2) and all(1 <= length <= MOST for length in _pair(size))
+    return (_is_integer(size) or len(size) == 2) and all(1 <= length <= MAX_SIZE for length in _pair(size))
 
 
 def _nearest(image: int, patch: int) -> str:
@@ -346,55 +324,43 @@ def _nearest(image: int, patch: int) -> str:
     return f"Use image size {max(1, round(image / patch)) * patch}, or patch size {below} or {above}."
 
 
+class Rule(NamedTuple):
+    """What a field must be: its type, and its value."""
+
+    has_type: Callable[[Any], bool]
+    type_in_words: str
+    is_valid: Callable[[Any], bool] = lambda value: True
+    in_words: str = ""
+
+
+def _one_of(choices: Sequence[str]) -> Rule:
+    in_words = f"one of {', '.join(choices)}"
+    return Rule(lambda value: True, "", lambda value: value in choices, in_words)
+
+
+SIZE = Rule(
+    _is_size, "an integer or a [height, width] pair of integers",
+    _is_valid_size, f"one number or a [height, width] pair, from 1 to {MAX_SIZE} pixels",
+)  # fmt: skip
+COUNT = Rule(_is_integer, "an integer", lambda count: 1 <= count <= MAX_SIZE, f"from 1 to {MAX_SIZE}")
+DEPTH = Rule(_is_integer, "an integer", lambda count: 1 <= count <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}")
+POSITIVE = Rule(_is_number, "a number", lambda number: 0 < number < math.inf, "positive and finite")
+PROBABILITY = Rule(_is_number, "a number", lambda number: 0 <= number < 1, "at least 0 and below 1")
+FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
+
 OPTIONAL_FIELDS = (
-    "encoder_stride",
-    "classifier_hidden_size",
-    "patch_initializer_range",
-    "use_cls_token",
-    "problem_type",
-)
-# Names, whether a value is of the right type, that type in words, whether the value is valid, and this in words.
-FIELD_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, Callable[[Any], bool], str], ...] = (
-    (
-        ("image_size", "patch_size", "encoder_stride"),
-        _is_size,
-        "an integer or a [height, width] pair of integers",
-        _is_valid_size,
-        f"one number or a [height, width] pair, from 1 to {MOST} pixels",
-    ),
-    (
-        ("num_channels", "hidden_size", "num_attention_heads", "intermediate_size", "classifier_hidden_size"),
-        _is_integer,
-        "an integer",
-        lambda count: 1 <= count <= MOST,
-        f"from 1 to {MOST}",
-    ),
-    (
-        ("num_hidden_layers",),
-        _is_integer,
-        "an integer",
-        lambda count: 1 <= count <= MOST_LAYERS,
-        f"from 1 to {MOST_LAYERS}",
-    ),
-    (
-        ("layer_norm_eps", "initializer_range", "patch_initializer_range"),
-        _is_number,
-        "a number",
-        lambda number: 0 < number < math.inf,
-        "positive and finite",
-    ),
-    (
-        ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"),
-        _is_number,
-        "a number",
-        lambda probability: 0 <= probability < 1,
-        "at least 0 and below 1",
-    ),
-    (
-        ("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"),
-        lambda value: isinstance(value, bool),
-        "True or False",
-        lambda value: True,
-        "",
-    ),
-)
+    "encoder_stride", "classifier_hidden_size", "patch_initializer_range", "use_cls_token", "problem_type"
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("image_size", "patch_size", "encoder_stride"), SIZE),
+    **dict.fromkeys(("num_channels", "hidden_size", "num_attention_heads"), COUNT),
+    **dict.fromkeys(("intermediate_size", "classifier_hidden_size"), COUNT),
+    "num_hidden_layers": DEPTH,
+    **dict.fromkeys(("layer_norm_eps", "initializer_range", "patch_initializer_range"), POSITIVE),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"), PROBABILITY),
+    **dict.fromkeys(("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"), FLAG),
+    **dict.fromkeys(("hidden_act", "classifier_act"), _one_of(tuple(ACT2FN))),
+    "position_embedding_type": _one_of(POSITION_EMBEDDING_TYPES),
+    "pooling": _one_of(POOLINGS),
+    "problem_type": _one_of(PROBLEM_TYPES),
+}

@@ -19,7 +19,6 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -34,7 +33,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, is_peft_available, logging
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vit_scratch import ViTScratchConfig
@@ -52,59 +51,26 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention, softmax(q k^T * scaling) v, written out: [2] eq. 1.
+    """Return scaled dot-product attention, softmax(q k^T * scaling) v, and its weights; [2] eq. 1.
 
-    Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and probabilities (B, H, N, N), of which row i
+    Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and weights (B, H, N, N). Row i of the weights
     says how much token i takes from each token. `attention_mask` is added to the scores.
     """
-    scores = query * scaling @ key.transpose(-2, -1)  # (B, H, N, N); the queries are fewer numbers than the scores
+    scores = query * scaling @ key.transpose(-2, -1)  # (B, H, N, N)
     if attention_mask is not None:
         scores = scores + attention_mask
-    # torch adds the exponentials up in float32 for bfloat16 too, where the small ones would be lost. Autocast may give
-    # the result in float32.
-    attn_weights = scores.softmax(dim=-1).to(query.dtype)
+    attn_weights = scores.softmax(dim=-1).to(query.dtype)  # autocast gives float32
     attn_weights = F.dropout(attn_weights, p=dropout, training=module.training)
     return (attn_weights @ value).transpose(1, 2), attn_weights
-
-
-def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Interpolate the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
-
-    Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The positions before those of the
-    patches (the class token's) stay as they are.
-    """
-    # A graph that is exported for any size must resample at the model's own, too.
-    for_any_size = torch.compiler.is_exporting() and any(isinstance(length, torch.SymInt) for length in new_grid)
-    if not for_any_size and old_grid == new_grid:
-        return positions
-    num_prefix_tokens = positions.shape[1] - math.prod(old_grid)
-    prefix, patches = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
-    patches = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, cols)
-    dtype = torch.promote_types(patches.dtype, torch.float32)
-    patches = F.interpolate(patches.to(dtype), size=new_grid, mode="bicubic", align_corners=False)
-    return torch.cat((prefix, patches.to(prefix.dtype).flatten(2).transpose(1, 2)), dim=1)
-
-
-def sincos2d_positions(grid: tuple[int, int], hidden_size: int) -> Tensor:
-    """Fixed 2D sine and cosine positions of Beyer et al. 2022 (https://arxiv.org/abs/2205.01580).  (rows * cols, D).
-
-    Token (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)] for D / 4 frequencies w from 1 down to 1 / 10000.
-    """
-    # On the CPU also while a model is built on the meta device, to be filled from a file.
-    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
-    frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64, device="cpu")  # (D / 4,)
-    x_angles = x.flatten()[:, None] * frequencies
-    y_angles = y.flatten()[:, None] * frequencies
-    return torch.cat((x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()), dim=1)
 
 
 def rope2d_cos_sin(
     grid: tuple[int, int], head_dim: int, num_prefix_tokens: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Axial rotary position embedding, as cosines and sines: two (N, K / 2), on the device of `like`.
+    """Return the cosines and sines of the axial rotary position embedding: two (N, K / 2), on the device of `like`.
 
-    The patch centres have coordinates in [-1, 1], so that another image size keeps their meaning. The first half of
-    the K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
+    Patch centers have coordinates in [-1, 1], so that another image size keeps their meaning. The first half of the
+    K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
     The class token is not turned. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
     et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
     """
@@ -126,116 +92,6 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class ViTScratchPatchEmbeddings(nn.Module):
-    """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
-
-    A convolution whose stride is its kernel is exactly that: one matrix product per patch.
-    """
-
-    def __init__(self, config: ViTScratchConfig):
-        super().__init__()
-        self.num_channels = config.num_channels
-        self.patch_size = config.patch_height_width
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        self.check(pixel_values)
-        # Pixels come from the image processor in float32; the weights may be in half precision.
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
-
-    def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
-        """Return the number of patches along the height and along the width of these images."""
-        height, width = pixel_values.shape[2:]
-        return height // self.patch_size[0], width // self.patch_size[1]
-
-    def check(self, pixel_values: Tensor) -> None:
-        """Check that images can be cut into patches.
-
-        Raises:
-            TypeError: The pixels are not floating point.
-            ValueError: The rank, the number of channels, or the size of the images is wrong.
-        """
-        if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
-            given = pixel_values.dtype if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
-            raise TypeError(
-                f"pixel_values must be a floating point tensor of normalised pixels, got {given}. Use the image "
-                "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
-            )
-        if pixel_values.ndim != 4:
-            raise ValueError(
-                "pixel_values must have the shape (batch, channels, height, width), got "
-                f"{tuple(pixel_values.shape)}. A single image needs a batch axis: pixel_values[None]."
-            )
-        _, num_channels, height, width = pixel_values.shape
-        if num_channels != self.num_channels:
-            raise ValueError(
-                f"pixel_values must have {self.num_channels} channels (config.num_channels) on axis 1, got "
-                f"{tuple(pixel_values.shape)}."
-            )
-        patch_height, patch_width = self.patch_size
-        if height < patch_height or width < patch_width or height % patch_height != 0 or width % patch_width != 0:
-            raise ValueError(
-                f"pixel_values must have a height and width divisible by the patch size {patch_height}x{patch_width}, "
-                f"got {height}x{width}. Resize the images, as the image processor does."
-            )
-
-
-class ViTScratchEmbeddings(nn.Module):
-    """Patches, the class token before them, and positions; [1] eq. 1.
-
-    Shapes: (B, C, height, width) -> (B, N, D), and the grid (rows, cols) of the patches.
-
-    Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
-    LayerNorm follows ([3], as published in code). An image of another size than `image_size` gets its positions
-    interpolated.
-    """
-
-    def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
-        super().__init__()
-        self.config = config
-        self.patch_embeddings = ViTScratchPatchEmbeddings(config)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
-        # One table of the trained grid, whether learned or fixed, so that both are saved and resampled alike.
-        positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
-        if config.position_embedding_type == "sincos2d":
-            self.register_buffer("position_embeddings", self.fixed_positions(config).to(positions.dtype))
-        else:
-            self.position_embeddings = nn.Parameter(positions)
-        self.layernorm = (
-            nn.Identity() if config.norm_first else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        )
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    @staticmethod
-    def fixed_positions(config: ViTScratchConfig) -> Tensor:
-        """The sines and cosines of the grid; the class token, which has no place in it, has zeros.  (1, N, D)."""
-        patches = sincos2d_positions(config.grid_size, config.hidden_size)
-        return F.pad(patches, (0, 0, config.num_prefix_tokens, 0))[None]
-
-    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
-        embeddings = self.patch_embeddings(pixel_values)
-        grid = self.patch_embeddings.grid_size(pixel_values)
-        if bool_masked_pos is not None:
-            if self.mask_token is None:
-                raise ValueError(
-                    "bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling, or "
-                    "ViTScratchModel(config, use_mask_token=True)."
-                )
-            if bool_masked_pos.shape != embeddings.shape[:2]:
-                raise ValueError(
-                    f"bool_masked_pos must have one entry per patch: shape {tuple(embeddings.shape[:2])}, got "
-                    f"{tuple(bool_masked_pos.shape)}."
-                )
-            embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
-        if self.cls_token is not None:
-            embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
-        embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.config.grid_size, grid)
-        return self.dropout(self.layernorm(embeddings)), grid
-
-
 class ViTScratchRMSNorm(nn.RMSNorm):
     """RMSNorm whose weight follows the dtype of its input, which torch's fused kernel needs under autocast."""
 
@@ -244,15 +100,19 @@ class ViTScratchRMSNorm(nn.RMSNorm):
 
 
 class ViTScratchAttention(nn.Module):
-    """Multi-head self-attention: every token takes a weighted mean of all; [1] appendix A.  (B, N, D) -> (B, N, D)."""
+    """Multi-head self-attention: every token takes a weighted mean of all; [1] appendix A.
+
+    (B, N, D) -> (B, N, D), and the weights (B, H, N, N) or None, if the implementation does not give them.
+    """
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
         self.config = config
-        self.head_dim = config.hidden_size // config.num_attention_heads  # the config guarantees no remainder
+        self.head_dim = config.hidden_size // config.num_attention_heads
         self.dropout_prob = config.attention_probs_dropout_prob
-        self.is_causal = config.is_causal  # read by the sdpa and flash backends, which take a missing one for True
-        self.num_key_value_groups = 1  # likewise; to look for a missing one takes Python longer
+        # The sdpa and flash implementations read these; a missing `is_causal` counts as True.
+        self.is_causal = config.is_causal
+        self.num_key_value_groups = 1
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -266,7 +126,7 @@ class ViTScratchAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        output_attentions: bool = False,
+        attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)  # (B, N, H, K)
@@ -276,11 +136,9 @@ class ViTScratchAttention(nn.Module):
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
 
-        attention_interface: Callable = eager_attention_forward
-        if not output_attentions:  # only the attention written out has its probabilities to give
-            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
-            )
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            attn_implementation or self.config._attn_implementation, eager_attention_forward
+        )
         context, attn_weights = attention_interface(
             self,
             query,
@@ -328,7 +186,7 @@ class ViTScratchDropPath(nn.Module):
 
 
 class ViTScratchLayer(GradientCheckpointingLayer):
-    """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D) and probabilities.
+    """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D), and the weights.
 
     norm_first=True   pre-LN,  [1] eq. 2 and 3:      x + f(LN(x))
     norm_first=False  post-LN, [2] section 3.1, [3]: LN(x + f(x))
@@ -339,36 +197,152 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         self.norm_first = config.norm_first
         self.attention = ViTScratchAttention(config)
         self.mlp = ViTScratchMLP(config)
-        # The names are those of transformers' ViT, so that its weights load. Read them as "the attention branch's
-        # norm" and "the MLP branch's norm"; under post-LN each comes after its branch.
+        # Names of transformers' ViT, so that its weights load. Under post-LN each norm comes after its branch.
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.drop_path = ViTScratchDropPath(drop_path_prob)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         x = hidden_states
         if self.norm_first:
             branch, attn_weights = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
-            x = x + self.drop_branch(branch)
+            x = x + self.drop_path(self.dropout(branch))
             branch = self.mlp(self.layernorm_after(x))
-            x = x + self.drop_branch(branch)
+            x = x + self.drop_path(self.dropout(branch))
         else:
             branch, attn_weights = self.attention(x, attention_mask, **kwargs)
-            x = self.layernorm_before(x + self.drop_branch(branch))
+            x = self.layernorm_before(x + self.drop_path(self.dropout(branch)))
             branch = self.mlp(x)
-            x = self.layernorm_after(x + self.drop_branch(branch))
+            x = self.layernorm_after(x + self.drop_path(self.dropout(branch)))
         return x, attn_weights
 
-    def drop_branch(self, branch: Tensor) -> Tensor:
-        """Dropout and stochastic depth.  (B, N, D) -> (B, N, D)."""
-        # In evaluation both do nothing; even to call them is 2% of the time for a single small image.
-        return self.drop_path(self.dropout(branch)) if self.training else branch
+
+class ViTScratchPatchEmbeddings(nn.Module):
+    """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
+
+    A convolution whose stride is its kernel is exactly that: one matrix product per patch.
+    """
+
+    def __init__(self, config: ViTScratchConfig):
+        super().__init__()
+        self.num_channels = config.num_channels
+        self.patch_size = config.patch_height_width
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        self.check(pixel_values)
+        # Pixels come from the image processor in float32; the weights may be in half precision.
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
+        """Return the number of patches along the height and along the width of these images."""
+        height, width = pixel_values.shape[2:]
+        return height // self.patch_size[0], width // self.patch_size[1]
+
+    def check(self, pixel_values: Tensor) -> None:
+        """Raise a TypeError or a ValueError unless these are images that can be cut into patches."""
+        if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
+            given = getattr(pixel_values, "dtype", type(pixel_values).__name__)
+            raise TypeError(
+                f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
+                "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
+            )
+        shape = tuple(pixel_values.shape)
+        if len(shape) != 4 or shape[1] != self.num_channels:
+            raise ValueError(
+                f"pixel_values must have the shape (batch, {self.num_channels} channels, height, width), got {shape}. "
+                "A single image needs a batch axis: pixel_values[None]."
+            )
+        (height, width), (patch_height, patch_width) = shape[2:], self.patch_size
+        if height < patch_height or width < patch_width or height % patch_height != 0 or width % patch_width != 0:
+            raise ValueError(
+                f"pixel_values must have a height and width divisible by the patch size {patch_height}x{patch_width}, "
+                f"got {height}x{width}. Resize the images, as the image processor does."
+            )
+
+
+def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
+    """Return the fixed 2D positions of Beyer et al. 2022, https://arxiv.org/abs/2205.01580.  (N, D).
+
+    Token (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)] for D / 4 frequencies w from 1 down to 1 / 10000. The
+    class token, which has no place in the grid, gets zeros.
+    """
+    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
+    # On the CPU, because not every device has float64.
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64, device="cpu")  # (D / 4,)
+    x_angles = x.flatten()[:, None] * frequencies
+    y_angles = y.flatten()[:, None] * frequencies
+    positions = torch.cat((x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()), dim=1)
+    return F.pad(positions, (0, 0, num_prefix_tokens, 0))
+
+
+def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Interpolate the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
+
+    Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The class token's stays as it is.
+    """
+    # A graph that is exported for any size must interpolate at the model's own size, too.
+    for_any_size = torch.compiler.is_exporting() and any(isinstance(length, torch.SymInt) for length in new_grid)
+    if not for_any_size and old_grid == new_grid:
+        return positions
+    num_prefix_tokens = positions.shape[1] - math.prod(old_grid)
+    prefix, patches = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
+    patches = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, cols)
+    dtype = torch.promote_types(patches.dtype, torch.float32)
+    patches = F.interpolate(patches.to(dtype), size=new_grid, mode="bicubic", align_corners=False)
+    return torch.cat((prefix, patches.to(prefix.dtype).flatten(2).transpose(1, 2)), dim=1)
+
+
+class ViTScratchEmbeddings(nn.Module):
+    """Patches, the class token before them, and positions; [1] eq. 1.
+
+    (B, C, height, width) -> (B, N, D), and the grid (rows, cols) of the patches.
+
+    Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
+    LayerNorm follows ([3], as published in code). Images of another size get interpolated positions.
+    """
+
+    def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
+        super().__init__()
+        self.config = config
+        self.patch_embeddings = ViTScratchPatchEmbeddings(config)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
+        # Learned and fixed positions are saved and interpolated alike.
+        positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
+        if config.position_embedding_type == "sincos2d":
+            self.register_buffer("position_embeddings", positions)
+        else:
+            self.position_embeddings = nn.Parameter(positions)
+        self.layernorm = (
+            nn.Identity() if config.norm_first else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        )
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        embeddings = self.patch_embeddings(pixel_values)
+        grid = self.patch_embeddings.grid_size(pixel_values)
+        if bool_masked_pos is not None:
+            if self.mask_token is None:
+                raise ValueError(
+                    "bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling, or "
+                    "ViTScratchModel(config, use_mask_token=True)."
+                )
+            if bool_masked_pos.shape != embeddings.shape[:2]:
+                raise ValueError(
+                    f"bool_masked_pos must have one entry per patch: shape {tuple(embeddings.shape[:2])}, got "
+                    f"{tuple(bool_masked_pos.shape)}."
+                )
+            embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
+        if self.cls_token is not None:
+            embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
+        embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.config.grid_size, grid)
+        return self.dropout(self.layernorm(embeddings)), grid
 
 
 class ViTScratchPreTrainedModel(PreTrainedModel):
@@ -387,6 +361,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _input_embed_layer = "patch_embeddings"
+    # A model that starts from another one's weights leaves the other one's head behind.
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
 
     def __init__(self, config: ViTScratchConfig, *args: Any, **kwargs: Any):
         config.validate()  # fields can be set after construction, by from_pretrained among others
@@ -403,107 +379,56 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm):
-            init.ones_(module.weight)
         elif isinstance(module, ViTScratchEmbeddings):
-            # Children come first: the convolution's second draw replaces the one that it got above.
+            # Children come first: this second draw replaces the one that the convolution got above.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
-            if module.cls_token is not None:
-                init.trunc_normal_(module.cls_token, std=std)
-            if module.mask_token is not None:
-                init.trunc_normal_(module.mask_token, std=std)
+            for token in (module.cls_token, module.mask_token):
+                if token is not None:
+                    init.trunc_normal_(token, std=std)
             if self.config.position_embedding_type == "sincos2d":
-                init.copy_(module.position_embeddings, module.fixed_positions(self.config))
+                sizes = (self.config.grid_size, self.config.hidden_size, self.config.num_prefix_tokens)
+                init.copy_(module.position_embeddings, sincos2d_positions(*sizes)[None])
             else:
                 init.trunc_normal_(module.position_embeddings, std=std)
+        else:
+            super()._init_weights(module)  # norms
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> Self:
-        """Load a saved model, as in transformers; with another `image_size` its positions are interpolated.
+        """Load a saved model as transformers does, from safetensors only, because a pickle could run code.
 
-        Weights are read from safetensors only: a pickle could run code.
-
-        Args:
-            pretrained_model_name_or_path: Folder, or name on the Hub.
-            model_args: Passed on to transformers.
-            config: A configuration instead of the saved one.
-            kwargs: Any argument of transformers' own `from_pretrained`, or a field of the configuration to change.
-
-        Example:
-            `ViTScratchModel.from_pretrained(folder, image_size=[256, 320])`
+        With another size, `from_pretrained(folder, image_size=[256, 320])`, the positions are interpolated.
         """
         kwargs["use_safetensors"] = True
-        wanted_size = kwargs.get("image_size") if config is None else getattr(config, "image_size", None)
-        if wanted_size is None or pretrained_model_name_or_path is None:  # None: the weights are an argument
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-
-        # transformers compares the shapes of all tensors with those of the file. So load with the saved number of
-        # patches, then change it.
-        saved = cls._saved_config(pretrained_model_name_or_path, kwargs)
-        wanted = copy.deepcopy(saved if config is None else config)
-        wanted.image_size = wanted_size
-        if config is None:
-            wanted.patch_size = kwargs.get("patch_size", saved.patch_size)
-        wanted.validate()
-        resizes = wanted.grid_size != saved.grid_size
-        if resizes:
-            (rows, cols), (height, width) = saved.grid_size, wanted.patch_height_width
-            size_in_file = [rows * height, cols * width]
-            if config is None:
-                kwargs["image_size"] = size_in_file
-            else:
-                config = wanted
-                config.image_size = size_in_file
+        image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
+        if config is None and "patch_size" not in kwargs:
+            image_size = kwargs.pop("image_size", None)
+        elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
+            fields, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
+            saved = cls.config_class.from_dict(fields) if fields else config  # an adapter has none
+            if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
+                image_size, config = config.image_size, copy.deepcopy(config)
+                config.image_size = saved.image_size
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        if resizes:
+        if image_size is not None:
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-            model.set_image_size(wanted_size)
+            model.set_image_size(image_size)
         return loaded
-
-    @classmethod
-    def _saved_config(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the saved configuration; for a folder or repository with an adapter, that of the adapted model."""
-        names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        options = {name: kwargs[name] for name in names if name in kwargs}
-        fields, _ = cls.config_class.get_config_dict(name_or_path, **options)
-        if not fields and is_peft_available():
-            from peft import PeftConfig
-
-            name_or_path = PeftConfig.from_pretrained(str(name_or_path), **options).base_model_name_or_path
-            options = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
-        return cls.config_class.from_pretrained(name_or_path, **options)
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
-        """Make the model one for another image size, in place: its configuration and its resampled positions.
+        """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions.
 
-        Not needed to call the model on another size, which resamples for that call.
-
-        Args:
-            image_size: Height and width in pixels, one number for both or a pair.
-
-        Raises:
-            TypeError: The size is not made of integers.
-            ValueError: The patch size does not divide it, or the positions are offloaded.
+        A call with another size does not need this: it interpolates for that call.
         """
+        config = copy.copy(self.config)
+        config.image_size = image_size
+        config.validate()
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
-        if embeddings.position_embeddings.is_meta and hasattr(embeddings, "_hf_hook"):  # accelerate's
-            raise ValueError(
-                "position embeddings that are offloaded cannot be resampled: keep the embeddings on a device, or leave"
-                " image_size as it is and call the model on the other size, which resamples for that call."
-            )
-        new_config = copy.deepcopy(self.config)
-        new_config.image_size = image_size
-        new_config.validate()
-        positions = interpolate_pos_encoding(
-            embeddings.position_embeddings, self.config.grid_size, new_config.grid_size
-        )
+        positions = interpolate_pos_encoding(embeddings.position_embeddings, self.config.grid_size, config.grid_size)
         embeddings.position_embeddings.data = positions.clone()
         self.config.image_size = image_size
 
@@ -515,20 +440,17 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         last_hidden_state: (B, N, D), after the final LayerNorm that pre-LN needs; post-LN ends in one already. With
             `fc_norm`, before it.
         pooler_output: (B, D), what the classifier reads, without parameters of its own: the class token of
-            `last_hidden_state`, or the mean of its patch tokens; with `fc_norm`, then normalised. (transformers' ViT
+            `last_hidden_state`, or the mean of its patch tokens; with `fc_norm`, then normalized. (transformers' ViT
             has a tanh layer here.)
         hidden_states: The embeddings and each layer's output, (B, N, D). Under pre-LN the last one comes before the
             final LayerNorm, so it differs from `last_hidden_state`; as in transformers.
-        attentions: Each layer's probabilities, (B, H, N, N).
+        attentions: Each layer's weights, (B, H, N, N).
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32)
         >>> ViTScratchModel(config)(torch.zeros(2, 3, 32, 32)).last_hidden_state.shape
         torch.Size([2, 5, 192])
     """
-
-    # Loading the encoder out of another model's file leaves that model's head behind; the intention, not a mistake.
-    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__(config)
@@ -538,7 +460,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             ViTScratchLayer(config, config.drop_path_rate * (depth / last if last else 1))
             for depth in range(config.num_hidden_layers)
         )
-        # Pre-LN leaves the residual stream unnormalised; [1] eq. 4.
+        # Pre-LN leaves the residual stream unnormalized; [1] eq. 4.
         self.layernorm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()
         )
@@ -557,39 +479,44 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: (B, C, height, width), normalised by the image processor. Any height and width that the
+            pixel_values: (B, C, height, width), normalized by the image processor. Any height and width that the
                 patch size divides.
-            attention_mask: (B, N), 1 for the tokens that may be attended to and 0 for the others; the class token, if
-                any, counts. Masked patches are left out of mean pooling too.
-            bool_masked_pos: (B, rows * cols), True for the patches that the mask token replaces.
-            output_attentions: Whether to return the attention probabilities. Only the attention written out has them,
-                so this call then uses `"eager"` whatever `attn_implementation` is.
-            output_hidden_states: Whether to return the hidden states.
+            attention_mask: (B, N), 0 for tokens to ignore; by default none. A mean pooling leaves them out, too.
+            bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
+            output_attentions: Whether to return `attentions`, for which this call uses eager attention.
+            output_hidden_states: Whether to return `hidden_states`.
             kwargs: Passed on to the attention function.
 
         Raises:
             TypeError: The pixels are not floating point.
             ValueError: The pixels or a mask have the wrong shape, or there is no mask token.
         """
-        if output_attentions is None:
-            output_attentions = bool(self.config.output_attentions)
-        if output_hidden_states is None:
-            output_hidden_states = bool(self.config.output_hidden_states)
+        config = self.config
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
         position_embeddings = None
-        if self.config.position_embedding_type == "rope2d":
-            head_dim = self.config.hidden_size // self.config.num_attention_heads
-            position_embeddings = rope2d_cos_sin(grid, head_dim, self.config.num_prefix_tokens, like=hidden_states)
-        mask = self._attention_scores_mask(hidden_states, attention_mask, eager=output_attentions)
+        if config.position_embedding_type == "rope2d":
+            head_dim = config.hidden_size // config.num_attention_heads
+            position_embeddings = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, like=hidden_states)
+        if output_attentions and config._attn_implementation != "eager":  # only eager attention gives its weights
+            logger.warning_once(
+                "output_attentions=True needs eager attention, so this call uses it instead of "
+                f"{config._attn_implementation!r}. To choose it for all calls: model.set_attn_implementation('eager')."
+            )
+            config = copy.copy(config)
+            config._attn_implementation = "eager"
+        mask = self._attention_scores_mask(config, hidden_states, attention_mask)
 
+        # A visible loop, because FSDP2 renames the classes by which transformers' `capture_outputs` finds its hooks.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
             hidden_states, attn_weights = layer(
                 hidden_states,
                 mask,
                 position_embeddings=position_embeddings,
-                output_attentions=output_attentions,
+                attn_implementation=config._attn_implementation,
                 **kwargs,
             )
             if output_hidden_states:  # a reference would keep its memory
@@ -598,54 +525,53 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 all_attentions.append(attn_weights)
 
         # LayerNorm and mean do not commute, so the order is part of the model.
-        last_hidden_state = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)
+        last_hidden_state = hidden_states if config.fc_norm else self.layernorm(hidden_states)
         pooled = self._pool(last_hidden_state, attention_mask)
         return BaseModelOutputWithPooling(
             last_hidden_state=last_hidden_state,
-            pooler_output=self.layernorm(pooled) if self.config.fc_norm else pooled,
+            pooler_output=self.layernorm(pooled) if config.fc_norm else pooled,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
 
     def _attention_scores_mask(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, eager: bool
-    ) -> Tensor | BlockMask | None:
-        """What the attention function takes for the (B, N) mask and for causality; None where nothing is masked."""
-        # A mask of four axes is taken as prepared for the attention function; transformers' masks allow that.
+        self, config: ViTScratchConfig, hidden_states: Tensor, attention_mask: Tensor | None
+    ) -> Any:
+        """Return the mask that the attention function takes, or None if nothing is masked."""
+        # A mask of four axes is taken as prepared for the attention function, as in transformers.
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have one entry per token, the class token included: shape "
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
-        config = self.config
-        if eager and config._attn_implementation != "eager":
-            logger.warning_once(
-                f"output_attentions=True needs the attention written out, so this call uses 'eager' instead of "
-                f"{config._attn_implementation!r}. To choose it for all calls: model.set_attn_implementation('eager')."
-            )
-            config = copy.copy(config)
-            config._attn_implementation = "eager"
         if config.is_causal:
             return create_causal_mask(config, hidden_states, attention_mask, None)  # no cache; its name has changed
         return create_bidirectional_mask(config, hidden_states, attention_mask)
 
     def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The vector that the classifier reads.  (B, N, D) -> (B, D)."""
+        """Return the vector that the classifier reads.  (B, N, D) -> (B, D)."""
         if self.config.pooling == "cls":
             return last_hidden_state[:, 0]
         patches = last_hidden_state[:, self.config.num_prefix_tokens :]
         if attention_mask is None or attention_mask.ndim != 2:
             return patches.mean(dim=1)
         weights = attention_mask.to(patches)[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
-        # An image of which every patch is masked has no mean: zeros, not NaN.
+        # An image whose patches are all masked has no mean: zeros, not NaN.
         return (patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "single_label_classification": F.cross_entropy,
+    "multi_label_classification": F.binary_cross_entropy_with_logits,
+    "regression": F.mse_loss,
+}
 
 
 class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     """The encoder and a classifier on its pooled vector.
 
-    `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, and the default for two or
-    more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, and the
+    `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
+    more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
     default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
 
     Example:
@@ -655,11 +581,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         torch.Size([2, 10])
     """
 
-    # The loss is a plain mean over the batch, so the Trainer must divide it by the number of accumulation steps. It
-    # does so only for a model that does not claim to take `num_items_in_batch`, and **kwargs would claim that.
+    # The loss is a mean over the batch, so the Trainer must divide it by the number of accumulation steps. It does
+    # not for a model that seems to take `num_items_in_batch`, as **kwargs does.
     accepts_loss_kwargs = False
-    # A classifier can start from an encoder that was trained on masked images.
-    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"\bmask_token$"]
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
@@ -671,10 +595,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
         self.vit = ViTScratchModel(config)
-        classifier_input = config.hidden_size
+        classifier_input = config.classifier_hidden_size or config.hidden_size
         self.pre_logits: nn.Module = nn.Identity()
         if config.classifier_hidden_size is not None:  # [1] section 3.1: one hidden layer at pre-training time
-            classifier_input = config.classifier_hidden_size
             self.pre_logits = nn.Sequential(
                 nn.Linear(config.hidden_size, classifier_input), ACT2FN[config.classifier_act]
             )
@@ -683,24 +606,14 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> ImageClassifierOutput:
-        """Classify images.
+        """Classify images, with the arguments of `ViTScratchModel.forward`.
 
-        Args:
-            pixel_values: (B, C, height, width), normalised by the image processor.
-            labels: Class ids (B,), or class probabilities (B, L); zeros and ones (B, L) for multi-label
-                classification; numbers (B, L), or (B,) for one label, for regression.
-            kwargs: Any further argument of `ViTScratchModel.forward`.
-
-        Raises:
-            TypeError: The pixels are not floating point.
-            ValueError: The pixels, the mask or the labels have the wrong shape.
+        Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
+        numbers (B, L), or (B,) for one label, for regression.
         """
-        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, **kwargs)
+        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         return ImageClassifierOutput(
             loss=None if labels is None else self._loss(logits, labels),
@@ -710,37 +623,28 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of a batch, a scalar.
+        """Return the mean loss of a batch, a scalar.
 
         Not `self.loss_function`: with float labels it changes `config.problem_type`, and it divides by
         `num_items_in_batch` for one problem type only.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
-        problem_type = self.config.problem_type
-        if problem_type is None:
-            problem_type = "regression" if self.config.num_labels == 1 else "single_label_classification"
-
-        if problem_type == "single_label_classification":
-            if labels.shape != (logits if labels.is_floating_point() else logits[:, 0]).shape:
-                raise ValueError(
-                    "labels must be class ids of shape (batch,) or class probabilities of shape (batch, num_labels) = "
-                    f"{tuple(logits.shape)}, got {labels.dtype} of shape {tuple(labels.shape)}."
-                )
-            return F.cross_entropy(logits, labels.to(logits.dtype) if labels.is_floating_point() else labels.long())
-
+        default = "regression" if self.config.num_labels == 1 else "single_label_classification"
+        problem_type = self.config.problem_type or default
+        has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
         if self.config.num_labels == 1 and labels.ndim == 1:
             labels = labels[:, None]
-        if labels.shape != logits.shape:
+        expected = tuple(logits.shape[:1] if has_ids else logits.shape)
+        if labels.shape != expected:
             raise ValueError(
-                f"labels must have the shape (batch, num_labels) = {tuple(logits.shape)} for {problem_type}, got "
-                f"{tuple(labels.shape)}."
+                f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
+                f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
-        loss = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
-        return loss(logits, labels.to(logits.dtype))
+        return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
 
 
 class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
-    """The encoder and a linear decoder that paints the patches which were masked: SimMIM [4], training without labels.
+    """The encoder and a linear decoder that reconstructs masked patches: SimMIM [4], training without labels.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32)
@@ -750,7 +654,6 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
     """
 
     accepts_loss_kwargs = False  # as in the classifier
-    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\."]
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
@@ -764,38 +667,28 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor,
-        bool_masked_pos: Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> MaskedImageModelingOutput:
-        """Paint images, and compare the masked patches with the truth: the mean absolute error of their pixels.
+        """Reconstruct images, with the arguments of `ViTScratchModel.forward`.
 
-        Args:
-            pixel_values: (B, C, height, width), normalised by the image processor.
-            bool_masked_pos: (B, rows * cols), True for the patches to hide and to paint. Without it there is no loss.
-            kwargs: Any further argument of `ViTScratchModel.forward`.
-
-        Raises:
-            TypeError: The pixels are not floating point.
-            ValueError: The pixels or a mask have the wrong shape.
+        The loss is the mean absolute error of the masked pixels. Without `bool_masked_pos` there is none.
         """
-        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, bool_masked_pos=bool_masked_pos, **kwargs)
-        rows, cols = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
+        outputs: BaseModelOutputWithPooling = self.vit(
+            pixel_values, bool_masked_pos=bool_masked_pos, return_dict=True, **kwargs
+        )
+        grid = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
+        patch_height, patch_width = self.config.patch_height_width
         patches = cast(Tensor, outputs.last_hidden_state)[:, self.config.num_prefix_tokens :]
-        patches = self.decoder(
-            patches.transpose(1, 2).unflatten(2, (rows, cols))
-        )  # (B, C * height * width, rows, cols)
-        patches = patches.unflatten(1, (self.config.num_channels, *self.config.patch_height_width))
+        patches = self.decoder(patches.transpose(1, 2).unflatten(2, grid))  # (B, C * patch pixels, rows, cols)
+        patches = patches.unflatten(1, (self.config.num_channels, patch_height, patch_width))
         reconstruction = patches.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)  # (B, C, height, width)
 
         loss = None
         if bool_masked_pos is not None:
             dtype = torch.promote_types(reconstruction.dtype, torch.float32)
             error = F.l1_loss(reconstruction.to(dtype), pixel_values.to(dtype), reduction="none")
-            mask = bool_masked_pos.to(dtype).unflatten(1, (1, rows, cols))
-            for dim, pixels in zip((2, 3), self.config.patch_height_width, strict=True):
-                mask = mask.repeat_interleave(pixels, dim=dim)  # -> (B, 1, height, width)
+            mask = bool_masked_pos.to(dtype).unflatten(1, (1, *grid))
+            mask = mask.repeat_interleave(patch_height, dim=2).repeat_interleave(patch_width, dim=3)
             # [4] section 3.4. A batch without a masked patch has a loss of zero.
             loss = (error * mask).sum() / mask.sum().clamp(min=1) / self.config.num_channels
         return MaskedImageModelingOutput(
@@ -823,17 +716,9 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
     @can_return_tuple
     @filter_output_hidden_states
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
-        """The patch tokens after each of the chosen stages, as maps.
+        """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
         Each passes the final LayerNorm, as in DINOv2's backbone: the last stage's map is `last_hidden_state`.
-
-        Args:
-            pixel_values: (B, C, height, width), normalised by the image processor.
-            kwargs: Any further argument of `ViTScratchModel.forward`.
-
-        Raises:
-            TypeError: The pixels are not floating point.
-            ValueError: The pixels or a mask have the wrong shape.
         """
         outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)

@@ -1,7 +1,4 @@
-"""What is chosen for the machine that a run is on, unless the user has chosen: the one place for it.
-
-Memory, threads, precision, attention.
-"""
+"""Memory, threads, precision and attention for the machine that a run is on, unless the user has chosen."""
 
 import ctypes
 import os
@@ -20,30 +17,19 @@ import torch
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 DEFAULT_ATTENTION = "sdpa"  # of transformers
-# On a CPU in bfloat16 a training step with the attention written out takes 0.74 to 0.90 of the time with torch's fused
-# one, and inference 0.77 to 0.95, at every length measured: 65 to 1,601 tokens, 384 and 768 wide in heads of 64, 4
-# layers, medians of 6 rounds in turn, AMD Zen 4, torch 2.15. Memory sets the bound, as the weights of all tokens for
-# all tokens are kept for the gradient: training (12 layers, 384 wide, batch 8, one run each) peaks at 1.14 times the
-# fused one's memory at 197 tokens, 1.25 at 401, 1.35 at 577 (1.79 with 256 wide in heads of 32), 1.68 at 1,025, and
-# 2.11 at 1,601.
-MAX_TOKENS_WRITTEN_OUT = 577
-# Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32: a
-# training step of models 32 to 128 wide takes 0.8 to 0.56 of its time in float32 (4 layers, 64 tokens, AMD Zen 4).
+# Up to so many tokens eager attention is chosen on a CPU in bfloat16: it is faster, and takes more memory.
+MAX_TOKENS_FOR_EAGER = 577
+# Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep the memory that is freed, for the next tensors, instead of giving it back to the system.
+    """Let glibc keep freed memory for the next tensors, and return whether it was set.
 
-    A training step on the CPU, or a batch of images, frees and takes the same hundreds of megabytes again and again.
-    As it comes, glibc gives such blocks back at once, and the system has to clear each page anew: hundreds of
-    thousands of page faults in a few steps. The process then holds as much memory as it needed at its peak.
+    A training step frees and takes the same hundreds of megabytes again and again. By default, glibc returns them to
+    the system, which clears each page anew. The process then holds as much memory as it needed at its peak.
 
-    Nothing is changed where the user has chosen (a variable whose name begins with `MALLOC_`, `GLIBC_TUNABLES`, or
-    another allocator in `LD_PRELOAD`), nor with another C library than glibc.
-
-    Returns:
-        Whether it was set.
+    Nothing changes with another C library, nor if the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, `LD_PRELOAD`).
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or {"GLIBC_TUNABLES", "LD_PRELOAD"} & set(
         os.environ
@@ -55,13 +41,10 @@ def keep_freed_memory() -> bool:
 
 
 def use_no_more_threads_than_cores() -> bool:
-    """Give torch as many threads as this process may use cores, by its affinity and by the quota of its container.
+    """Limit torch's threads to the cores that a container's quota allows, and return whether that changed anything.
 
     torch looks at the affinity alone. With more threads than the quota allows, all of them spin while they wait for
-    the one that has been put to sleep. Nothing is changed where the user has chosen (`OMP_NUM_THREADS`).
-
-    Returns:
-        Whether the number was changed.
+    the one that sleeps. Nothing changes if the user has chosen (`OMP_NUM_THREADS`).
     """
     cores = joblib.cpu_count()
     if "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= cores:
@@ -71,7 +54,7 @@ def use_no_more_threads_than_cores() -> bool:
 
 
 def bf16_is_fast(device: str) -> bool:
-    """Whether this type of device multiplies matrices in bfloat16 faster than in float32."""
+    """Return whether this type of device multiplies matrices in bfloat16 faster than in float32."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     # Without the instructions it is up to hundreds of times slower (https://github.com/pytorch/pytorch/issues/146508).
@@ -79,7 +62,7 @@ def bf16_is_fast(device: str) -> bool:
 
 
 def can_compile(device: str) -> bool:
-    """Whether torch's compiler finds what it needs for this type of device."""
+    """Return whether torch's compiler finds what it needs for this type of device."""
     if device != "cpu":
         return True  # Triton brings its own
     compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
@@ -87,17 +70,12 @@ def can_compile(device: str) -> bool:
 
 
 def choose_attention(device: str, num_tokens: int, bf16: bool) -> str:
-    """The value of `attn_implementation` that is fastest for so many tokens on this type of device."""
-    written_out = device == "cpu" and bf16 and num_tokens <= MAX_TOKENS_WRITTEN_OUT
-    return "eager" if written_out else DEFAULT_ATTENTION
+    """Return the value of `attn_implementation` that is fastest for so many tokens on this type of device."""
+    return "eager" if device == "cpu" and bf16 and num_tokens <= MAX_TOKENS_FOR_EAGER else DEFAULT_ATTENTION
 
 
 def choose_muon_dtype(device: str) -> str:
-    """The value of `muon_dtype` that is fastest on this type of device: bfloat16, torch's own, or float32.
-
-    Without instructions for bfloat16 the products of a step of four layers, 128 wide, took 0.9 seconds instead of
-    0.03, and the rest of that step, with 128 images of 24x24, 0.2 (two cores of an AMD Zen 3, torch 2.14).
-    """
+    """Return the value of `muon_dtype` that is fastest on this type of device: bfloat16, torch's own, or float32."""
     return "bfloat16" if bf16_is_fast(device) else "float32"
 
 

@@ -1,4 +1,4 @@
-"""A look at the data before a long run, and a short trial of the model."""
+"""Check the data and try the model for a minute, before a long run."""
 
 import itertools
 import math
@@ -14,22 +14,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.dataset import ImageClassificationDataset
+from ..data.images import denormalize
 from .auto_config import sizes_and_modes
 from .trainer import ViTTrainer
 
-OVERFITTED = 64  # images that the model must be able to learn by heart
+OVERFIT_IMAGES = 64  # images that the model must be able to learn by heart
 MAX_STEPS = 200
 SECONDS = 5.0  # for each measurement of speed
 TRIAL_SECONDS = 45.0  # of real training
-LEAST_GAIN = 0.02  # share of the first loss that a trial must take off
+MIN_RELATIVE_GAIN = 0.02  # share of the first loss that a trial must take off
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     """Print what was found, write a sheet of training images as the model sees them, and end in a verdict.
 
-    Looked at: the balance of classes, modes and sizes of images, parameters without a gradient, whether the model can
-    learn 64 images by heart, whether loading or computing bounds the speed, the expected minutes, and whether the loss
-    moves in the first seconds of real training.
+    It looks at the balance of classes, the modes and sizes of images, whether the model can learn 64 images by heart,
+    whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
+    seconds of real training.
 
     Args:
         trainer: Trainer before training; its model is used up.
@@ -40,7 +41,6 @@ def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
         Whether nothing was found that should be changed before training.
     """
     problems = [*_classes(splits), *_images(splits["train"], trainer)]
-    problems += _unused_parameters(trainer)
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     problems += _overfit(trainer)
     trainer.model.load_state_dict(untrained)
@@ -97,18 +97,8 @@ def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
     return batch["pixel_values"], batch["labels"]
 
 
-def _unused_parameters(trainer: ViTTrainer) -> list[str]:
-    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, 2, stage=-1))
-    trainer.model.train()
-    trainer.model(pixel_values, labels=labels).loss.backward()
-    unused = [name for name, p in trainer.model.named_parameters() if p.requires_grad and p.grad is None]
-    trainer.model.zero_grad()
-    print(f"Gradients  {len(unused)} parameters are without one")
-    return [f"These parameters get no gradient: {', '.join(unused)}."] if unused else []
-
-
 def _overfit(trainer: ViTTrainer) -> list[str]:
-    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFITTED, stage=-1))
+    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFIT_IMAGES, stage=-1))
     ids = labels.argmax(-1) if labels.is_floating_point() else labels
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
     accuracy = 0.0
@@ -148,7 +138,7 @@ def _trial(trainer: ViTTrainer) -> list[str]:
         losses.append(loss.item())
     part = math.ceil(len(losses) / 10)
     first, last = np.mean(losses[:part]), np.mean(losses[-part:])
-    moves = last < (1 - LEAST_GAIN) * first
+    moves = last < (1 - MIN_RELATIVE_GAIN) * first
     print(
         f"Trial      loss {first:.3f} at first, {last:.3f} after {len(losses)} steps ({TRIAL_SECONDS:g} s): it "
         f"{'falls' if moves else 'has hardly moved'}"
@@ -218,21 +208,20 @@ def _images_per_second(step: Any) -> float:
 
 
 def _sheet(trainer: ViTTrainer, names: list[str]) -> Image.Image:
-    """Up to 32 augmented training images, each with the label that it has most of."""
+    """Draw up to 32 augmented training images, each with the label that it has most of."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     dataset: Any = trainer.train_dataset
     assert isinstance(dataset, ImageClassificationDataset)
     pixel_values, labels = _batch(trainer, 32, stage=min(1, len(dataset.stages) - 1))
-    processor = dataset.image_processor
-    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (processor.image_mean, processor.image_std))
+    images = denormalize(pixel_values, dataset.image_processor)
     figure = Figure(figsize=(12, 7), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     for axes in figure.subplots(4, 8).flat:
         axes.axis("off")
-    for axes, pixels, label in zip(figure.axes, pixel_values, labels, strict=False):
-        axes.imshow((pixels.cpu() * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+    for axes, image, label in zip(figure.axes, images, labels, strict=False):
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
         best = int(label.argmax()) if label.is_floating_point() else int(label)
         share = f" {label.max():.0%}" if label.is_floating_point() else ""
         axes.set_title(f"{names[best]}{share}", fontsize=8)
