@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from ..errors import blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
 from .checks import PRE_LN, check_equal, require_class, require_values
@@ -79,15 +80,15 @@ def from_bert(
     require_class(patch_embeddings, (nn.Conv2d,), "from_bert")
     config, kernel = cast(Any, bert.config), cast(tuple[int, int], patch_embeddings.kernel_size)
     side = math.isqrt(config.max_position_embeddings - 1)
-    ours = ViTScratchModel(
-        ViTScratchConfig(
+    with blame_the_user():
+        our_config = ViTScratchConfig(
             norm_first=False,
             image_size=square_as_number([side * pixels for pixels in kernel] if image_size is None else image_size),
             patch_size=square_as_number(kernel),
             num_channels=patch_embeddings.in_channels,
             **{name: getattr(config, name) for name in FIELDS},
         )
-    )
+    ours = ViTScratchModel(our_config)
     theirs = without_pooler(bert.state_dict(), "from_bert")
     tables = {name: theirs.pop(f"embeddings.{name}_embeddings.weight") for name in ("word", "position", "token_type")}
     state = to_our_names(theirs, BERT, "from_bert")

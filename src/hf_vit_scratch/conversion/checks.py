@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
+from .names import summarize
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,11 @@ def check_equal(theirs: nn.Module, ours: ViTScratchPreTrainedModel, caller: str)
     """
     size = (1, ours.config.num_channels, *ours.config.image_height_width)
     pixels = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    seen = []
     with torch.no_grad():
-        for model in (theirs, ours):
-            twin = copy.deepcopy(model).to("cpu", torch.float64).eval()
-            for part in twin.modules():
-                if isinstance(part, PreTrainedModel):
-                    part.set_attn_implementation("sdpa")  # which runs everywhere
-            seen.append(observe(twin, pixels))
-        expected, seen_ours = seen
+        try:
+            expected, seen_ours = (observe(_twin(model), pixels) for model in (theirs, ours))
+        except RuntimeError as error:
+            raise UserError(f"{caller}: the model cannot be compared with ours: {error}.") from error
         expected.pop("pooler_output", None)  # a trained layer of transformers' ViT, which is left behind
         if isinstance(ours, ViTScratchModel) and "logits" in expected:  # of an encoder; timm may return all tokens
             pooled = expected["logits"].ndim == 2
@@ -85,9 +82,32 @@ def check_equal(theirs: nn.Module, ours: ViTScratchPreTrainedModel, caller: str)
     for kind, difference in differences.items():
         if not difference <= 1e-6 * scale:
             raise UserError(
-                f"{caller}: the converted model is not equal: its {kind} differ by {difference:.0e} on a random image. "
-                "A module computes something that we have no counterpart of, or was changed after it was built."
+                f"{caller}: the converted model is not equal: its {kind} differ by {difference:.0e} on a random "
+                "image. A module computes something that we have no counterpart of, or was changed after it was built."
             )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """Return a copy for exact comparisons: float64, on the CPU, with an attention that runs everywhere."""
+    twin = copy.deepcopy(model).to("cpu", torch.float64).eval()
+    for part in twin.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation("sdpa")
+    return twin
+
+
+def warn_of_dropout(theirs: nn.Module, caller: str, carried: str) -> None:
+    """Warn of dropout that our model lacks, but for modules whose names end in `carried`."""
+    rates = {
+        name: getattr(part, "p", getattr(part, "prob", 0.0))
+        for name, part in theirs.named_modules()
+        if "drop" in type(part).__name__.lower()
+    }
+    left_behind = [
+        f"{name} (probability {rate})" for name, rate in rates.items() if rate and not name.endswith(carried)
+    ]
+    if left_behind:
+        logger.warning("%s: left behind %s, which act in training only.", caller, summarize(left_behind))
 
 
 def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:
@@ -147,7 +167,7 @@ def largest_differences(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
         if name.startswith(("hidden_states.", "gradients.")):
             raise UserError(f"Only one of the models has {name}.")
     differences: dict[str, list[Tensor]] = {}
-    for name in theirs.keys() & ours.keys():
+    for name in (name for name in theirs if name in ours):
         if theirs[name].shape != ours[name].shape:
             raise UserError(f"{name} has the shapes {tuple(theirs[name].shape)} and {tuple(ours[name].shape)}.")
         kind = kinds.get(name.partition(".")[0], "outputs")

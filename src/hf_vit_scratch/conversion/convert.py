@@ -142,6 +142,10 @@ def _from_file(
             f"its first weight is {next(iter(theirs), 'missing')}."
         )
     state = to_our_names(theirs, table, str(path))
+    needed = {"embeddings.patch_embeddings.projection.weight": 4, "embeddings.position_embeddings": 3,
+              "layers.0.mlp.fc1.weight": 2}  # fmt: skip
+    if wrong := [name for name, dims in needed.items() if name not in state or state[name].ndim != dims]:
+        raise UserError(f"{path}: the counterpart of {summarize(wrong)} is missing, or has a wrong number of axes.")
     patches = state["embeddings.patch_embeddings.projection.weight"]
     has_cls_token, fc_norm = "embeddings.cls_token" in state, "fc_norm.weight" in theirs
     if num_attention_heads is None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
 
@@ -111,17 +111,18 @@ def build_from_weights(
         fields["num_labels"] = len(state["classifier.weight"])
     if "pre_logits.0.weight" in state:
         fields |= {"classifier_hidden_size": len(state["pre_logits.0.weight"]), "classifier_act": "tanh"}
-    config = ViTScratchConfig(
-        patch_size=square_as_number(patch_size),
-        num_channels=num_channels,
-        hidden_size=hidden_size,
-        num_hidden_layers=len({name.split(".")[1] for name in state if name.startswith("layers.")}),
-        intermediate_size=len(state["layers.0.mlp.fc1.weight"]),
-        qkv_bias="layers.0.attention.q_proj.bias" in state,
-        norm_first=True,
-        use_cls_token="embeddings.cls_token" in state,
-        **fields,
-    )
+    with blame_the_user():
+        config = ViTScratchConfig(
+            patch_size=square_as_number(patch_size),
+            num_channels=num_channels,
+            hidden_size=hidden_size,
+            num_hidden_layers=len({name.split(".")[1] for name in state if name.startswith("layers.")}),
+            intermediate_size=len(state["layers.0.mlp.fc1.weight"]),
+            qkv_bias="layers.0.attention.q_proj.bias" in state,
+            norm_first=True,
+            use_cls_token="embeddings.cls_token" in state,
+            **fields,
+        )
     ours = ViTScratchForImageClassification(config) if "num_labels" in fields else ViTScratchModel(config)
     return load_weights(ours, state, caller, like)
 

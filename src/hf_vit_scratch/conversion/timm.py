@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values
+from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_dropout
 from .names import build_from_weights, load_weights, square_as_number, to_our_names, to_their_names, weights_of
 
 TIMM = {
@@ -26,8 +26,9 @@ TIMM = {
     "head": "classifier",
 }
 ACCEPTED = PRE_LN | {"classifier_hidden_size": (None,)}
-# transformers' names of activations that timm's classes are called after in other words.
-ACTIVATIONS = {"gelutanh": "gelu_pytorch_tanh", "quickgelu": "quick_gelu"}
+# transformers' names of activations by their class: that of timm, or of a model that `to_timm` has made.
+ACTIVATIONS = {type(ACT2FN[name]).__name__: name for name in reversed(list(ACT2FN))}
+ACTIVATIONS |= {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh", "QuickGELU": "quick_gelu"}
 
 
 def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
@@ -43,7 +44,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
     source = cast(Any, vit)
     state = to_our_names(vit.state_dict(), TIMM, "from_timm")
     block = source.blocks[0]
-    activation = type(block.mlp.act).__name__.lower()
+    activation = type(block.mlp.act).__name__
     poolings = {"token": "cls", "avg": "mean"}
     if "classifier.weight" not in state:  # then timm may return all tokens
         poolings[""] = "cls" if source.has_class_token else "mean"
@@ -63,6 +64,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
         fc_norm=not isinstance(source.fc_norm, nn.Identity),
     )
     check_equal(vit, ours, "from_timm")
+    warn_of_dropout(vit, "from_timm", carried="attn_drop")
     return ours
 
 

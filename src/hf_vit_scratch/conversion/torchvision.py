@@ -7,7 +7,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values
+from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_dropout
 from .names import build_from_weights, load_weights, to_our_names, to_their_names, weights_of
 
 TORCHVISION = {
@@ -27,6 +27,7 @@ TORCHVISION = {
     "heads.pre_logits": "pre_logits.0",
     "heads.head": "classifier",
     "heads": "classifier",  # replaced by one linear layer
+    "heads.0": "classifier",
 }
 ACCEPTED = PRE_LN | {
     "pooling": ("cls",),
@@ -60,6 +61,7 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
         attention_probs_dropout_prob=layer.self_attention.dropout,
     )
     check_equal(vit, ours, "from_torchvision")
+    warn_of_dropout(vit, "from_torchvision", carried="self_attention")
     return ours
 
 
