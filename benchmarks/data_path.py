@@ -2,10 +2,10 @@
 
     python benchmarks/data_path.py --workers 0 1 2
 
-Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG, to 224 pixels, with RandAugment; all of it, and up to
-the uint8 that worker processes send in training, and from there on, which is done on the device. Small images: 32 by
-32, with crops and flips, one at a time and as `train.py` does it for small images, kept on the device and augmented in
-batches. One thread per process. Given are the medians of the rounds, all parts in turn in each, and quartiles.
+Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG, to 224 pixels, with RandAugment. Worker processes, if
+any, decode them; the rest is done for whole batches on the device. Small images: 32 by 32, with crops and flips,
+decoded again for each batch and kept on the device. One thread per process. Given are the medians of the rounds, all
+parts in turn in each, and quartiles.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def rows(files: list[bytes], number: int) -> Dataset:
     )
 
 
-def batches(dataset: ImageClassificationDataset, workers: int) -> Iterator[int]:
-    """Endless numbers of images, as the batches come out of the loader that a Trainer would have."""
+def batches(dataset: ImageClassificationDataset, workers: int, device: torch.device) -> Iterator[int]:
+    """Endless numbers of images, as the batches come from the loader and the transform that a Trainer would have."""
     sampler = EpochSampler(len(dataset), seed=0, batch_size=BATCH)
     loader: Any = DataLoader(
         dataset, BATCH, sampler=sampler, collate_fn=collate, num_workers=workers, persistent_workers=workers > 0
@@ -65,12 +65,19 @@ def batches(dataset: ImageClassificationDataset, workers: int) -> Iterator[int]:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for batch in loader:
-            yield len(batch["labels"])
+            batch["pixel_values"] = batch["pixel_values"].to(device)
+            yield wait_for(dataset.batch_transform(batch)["pixel_values"])
 
 
-def loading(dataset: ImageClassificationDataset, workers: int) -> float:
+def wait_for(pixels: torch.Tensor) -> int:
+    """Wait until pixels are there, and return how many images they are."""
+    pixels[-1, -1, -1, -1].item()
+    return len(pixels)
+
+
+def loading(dataset: ImageClassificationDataset, workers: int, device: torch.device) -> float:
     """Images per second of new worker processes, when what they had prepared before they were asked is used up."""
-    loaded = batches(dataset, workers)
+    loaded = batches(dataset, workers, device)
     for _ in range(1 + 4 * workers):
         next(loaded)
     return images_per_second(partial(next, loaded))
@@ -87,7 +94,6 @@ def images_per_second(step: Callable[[], int]) -> float:
 def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Callable[[], float]]]:
     """What is measured, and its images per second."""
     photographs = [jpeg(pixels, quality=90) for pixels in load_sample_images().images]
-    decoded = [decode_image({"bytes": file, "path": None}, name="") for file in photographs]
     augment = Augmentation(
         (224, 224),
         random_resized_crop_scale=0.08,
@@ -95,42 +101,27 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
         auto_augment="randaugment",
         random_erasing_prob=0.25,
     )
-    crop_and_flip = Augmentation((224, 224), random_resized_crop_scale=0.08, horizontal_flip_prob=0.5)
 
-    def each(work: Callable[[Any], Any], items: list[Any]) -> Callable[[], float]:
-        def step() -> int:
-            for item in items:
-                work(item)
-            return len(items)
+    def decode() -> int:
+        for file in photographs:
+            decode_image({"bytes": file, "path": None}, name="")
+        return len(photographs)
 
-        return partial(images_per_second, step)
-
-    yield (
-        "photograph: decode",
-        each(lambda file: decode_image({"bytes": file, "path": None}, name=""), photographs),
-    )
-    yield "photograph: crop, flip", each(crop_and_flip, decoded)
-    yield "photograph: crop, flip, RandAugment, erase", each(augment, decoded)
+    yield "photograph: decode", partial(images_per_second, decode)
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
     files = rows(photographs, 2048)  # in one measurement no epoch ends, where workers would wait for each other
-    whole, mixed, sent = (
-        ImageClassificationDataset(files, processor, [augment], mixing=mixing) for mixing in (None, mixing, mixing)
-    )
-    sent.finish_later = True
+    whole = ImageClassificationDataset(files, processor, [augment])
+    mixed = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
     for number in workers:
-        yield f"photograph: all of it, {number} workers", partial(loading, whole, number)
-        yield f"photograph: all of it, mixed, {number} workers", partial(loading, mixed, number)
-        if number > 0:
-            yield f"photograph: up to uint8, mixed, {number} workers", partial(loading, sent, number)
-    batch = {name: tensor.to(device) for name, tensor in sent.begin(range(BATCH)).items()}
-
-    def finish() -> int:
-        pixels = sent.batch_transform.finish(batch)["pixel_values"]
-        pixels[-1, -1, -1, -1].item()  # waits for the device
-        return len(pixels)
-
-    yield f"photograph: from uint8 on, mixed, on {device.type}", partial(images_per_second, finish)
+        yield f"photograph: all of it, {number} workers", partial(loading, whole, number, device)
+        yield f"photograph: all of it, mixed, {number} workers", partial(loading, mixed, number, device)
+    batch = mixed.__getitems__(range(BATCH))
+    batch["pixel_values"] = batch["pixel_values"].to(device)
+    yield (
+        f"photograph: from uint8 on, mixed, on {device.type}",
+        partial(images_per_second, lambda: wait_for(mixed.batch_transform(batch)["pixel_values"])),
+    )
 
     small = [
         jpeg(np.random.default_rng(seed).integers(256, size=(32, 32, 3), dtype=np.uint8), 75) for seed in range(64)
@@ -140,10 +131,10 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     files = rows(small, 32_768)
     dataset = ImageClassificationDataset(files, processor, [crop])
     for number in workers:
-        yield f"32x32: all of it, one at a time, {number} workers", partial(loading, dataset, number)
+        yield f"32x32: decoded for each batch, {number} workers", partial(loading, dataset, number, device)
     kept = ImageClassificationDataset(files, processor, [crop])
     assert kept.cache_on_device(device)
-    yield f"32x32: kept on {device.type}, in batches", partial(loading, kept, 0)
+    yield f"32x32: kept on {device.type}", partial(loading, kept, 0, device)
 
     if device.type != "cpu":
         pixels = torch.randint(256, (BATCH, 3, 224, 224), dtype=torch.uint8).pin_memory()

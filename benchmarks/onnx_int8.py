@@ -57,9 +57,8 @@ def main() -> None:
     dataset = ImageClassificationDataset(
         load_splits(args.data)["test"], AutoImageProcessor.from_pretrained(args.model)
     )
-    rows = [dataset[number] for number in range(len(dataset))]
-    images = np.stack([np.asarray(row["pixel_values"]) for row in rows])
-    labels = np.array([int(row["labels"]) for row in rows])
+    whole = dataset.batch_transform(dataset.__getitems__(range(len(dataset))))
+    images, labels = whole["pixel_values"].numpy(), whole["labels"].numpy()
 
     @torch.no_grad()
     def predict(pixels: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for start in range(0, len(test), 250):
-            batch = test.__getitems__(range(start, min(start + 250, len(test))))
+            batch = test.batch_transform(test.__getitems__(range(start, min(start + 250, len(test)))))
             correct += int((model(batch["pixel_values"]).argmax(-1) == batch["labels"]).sum())
     return {"accuracy": correct / len(test), "passes": passes, "first_loss": losses[0], "last_loss": losses[-1]}
 
@@ -230,7 +230,7 @@ def train_by_the_clock(model: Any, train: Any, seconds: float, seed: int) -> tup
             rate = min(progress / 0.05, 1.0) * 0.5 * (1 + math.cos(math.pi * progress))
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * rate
-            batch = train.__getitems__(batch_keys)
+            batch = train.batch_transform(train.__getitems__(batch_keys))
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.cross_entropy(model(batch["pixel_values"]).float(), batch["labels"])
             loss.backward()

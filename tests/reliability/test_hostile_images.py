@@ -27,7 +27,7 @@ from hf_vit_scratch.data import splits as data_splits
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.splits import load_splits
-from hf_vit_scratch.data.streaming import ImageClassificationStream, stream_splits
+from hf_vit_scratch.data.streaming import ImageClassificationStream
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import predict
 from hf_vit_scratch.interpretation import explorer
@@ -309,7 +309,7 @@ def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photogr
         write_parquet(tmp_path / "data" / f"{name}.parquet", rows)
 
     def read():
-        rows, _ = stream_splits(str(tmp_path / "data"))
+        rows = load_splits(str(tmp_path / "data"), streaming=True)["train"]
         processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
         stages, order = [Augmentation((8, 8))], {"batch_size": 5, "stage_of_batch": [0], "buffer_size": 5}
         return list(itertools.islice(ImageClassificationStream(rows, processor, stages, None, 0, **order), 16))

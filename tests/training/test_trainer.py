@@ -11,15 +11,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
+import numpy as np
 import pytest
 import torch
 from helpers import TINY
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import TrainerCallback, TrainingArguments, ViTImageProcessor
+from transformers import Trainer, TrainerCallback, TrainingArguments, ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.data import dataset as data
 from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.data.mixup import Mixup
@@ -680,23 +683,38 @@ def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
     assert counters["stats"]["unique_graphs"] == 0
 
 
-def test_bytes_of_worker_processes_are_finished_where_the_model_is(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, mixed=True, max_steps=3, dataloader_num_workers=1)
-    prepare, received, trained_on = trainer._prepare_inputs, [], []
-    monkeypatch.setattr(trainer, "_prepare_inputs", lambda inputs: received.append(inputs) or prepare(inputs))
+def test_decoded_images_become_inputs_where_the_model_is(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=3)
+    prepare, received, trained_on = Trainer._prepare_inputs, [], []
+    monkeypatch.setattr(Trainer, "_prepare_inputs", lambda self, batch: received.append(batch) or prepare(self, batch))
     trainer.model.register_forward_pre_hook(lambda _, args, kwargs: trained_on.append(kwargs), with_kwargs=True)
 
     trainer.train()
 
-    assert sum("images" in batch for batch in received) == 3
-    # Who looks at a batch without training gets it whole.
-    for batch, expected in zip(trained_on, trainer.get_train_dataloader(), strict=True):
-        assert all(torch.equal(batch[name], expected[name]) for name in ("pixel_values", "labels"))
+    assert [batch["pixel_values"].dtype for batch in received] == [torch.uint8] * 3
+    for batch, inputs in zip(received, trained_on, strict=True):
+        expected = trainer.train_dataset.batch_transform(batch)
+        assert all(torch.equal(inputs[name], expected[name]) for name in ("pixel_values", "labels"))
+
+
+def test_images_of_an_evaluation_are_neither_augmented_nor_mixed(tmp_path):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=2)
+    trainer.train()
+    rows, processor = trainer.train_dataset.rows, trainer.train_dataset.image_processor
+
+    predictions = trainer.predict(ImageClassificationDataset(rows, processor))
+
+    pixels = processor(rows.cast_column("image", datasets.Image())["image"][:], return_tensors="pt")
+    with torch.no_grad():
+        logits = trainer.model.eval()(**pixels).logits
+    assert np.array_equal(predictions.predictions[1], logits.softmax(-1).amax(-1))
+    assert predictions.label_ids.tolist() == rows["label"][:]
 
 
 @pytest.mark.parametrize(("persistent", "forks"), [(False, 3), (True, 2)], ids=["new_workers", "persistent_workers"])
 def test_push_is_over_before_worker_processes_are_forked(persistent, forks, tmp_path, monkeypatch):
     # huggingface_hub takes a lock in every forked process, which the thread of a push may have held.
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)  # else there is nothing to do for worker processes
     events = []
     start = torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__
     trainer = make_trainer(tmp_path, mixed=True, max_steps=6, dataloader_num_workers=1,

@@ -1,10 +1,9 @@
-"""Random changes to training images, and mixtures of two of them."""
+"""Random changes to training images, chosen by stage of training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
@@ -22,16 +21,30 @@ from .transforms import (
 POLICIES = ("randaugment", "trivialaugment")
 GREY = 127  # what the default image processor makes 0
 
+Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
+PROBABILITY: Rule = ("lie in [0, 1]", lambda value: 0 <= value <= 1)
+SHARE: Rule = ("lie in [0, 1)", lambda value: 0 <= value < 1)
+RULES: dict[str, Rule] = {
+    "random_resized_crop_scale": ("lie in (0, 1]", lambda value: value is None or 0 < value <= 1),
+    "horizontal_flip_prob": PROBABILITY,
+    "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
+    "translate": SHARE,
+    "scale": SHARE,
+    "auto_augment": (f"be one of {', '.join(POLICIES)}", lambda value: value in (None, *POLICIES)),
+    "randaugment_num_ops": ("be at least 1", lambda value: value >= 1),
+    "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),
+    "random_erasing_prob": PROBABILITY,
+}
+
 
 @dataclass
 class Augmentation:
-    """The chosen augmentations: crops first, then the others in the order of the arguments.
+    """The chosen augmentations of a batch: crops first, then the others in the order of the arguments.
 
-    An image is augmented alone, by torchvision's v2 transforms in PIL, or in a batch of images of one size, by those
-    of `hf_vit_scratch.data.transforms`, which are the same but for what is drawn and the rounding of resized pixels.
+    Each does to every image what torchvision's transform of the same name does to one.
 
     Args:
-        image_size: Height and width of the result, pixels.
+        image_size: Height and width of the result in pixels.
         random_resized_crop_scale: Least share of the image's area that a random crop keeps before it is resized
             (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842, section 6); `None` resizes the whole image.
         crop_padding: Pixels by which the resized image is padded (by reflection) on each side before a crop of
@@ -64,85 +77,34 @@ class Augmentation:
     random_erasing_prob: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.random_resized_crop_scale is not None and not 0 < self.random_resized_crop_scale <= 1:
-            raise UserError(f"random_resized_crop_scale must lie in (0, 1], got {self.random_resized_crop_scale}.")
+        for name, (rule, is_allowed) in RULES.items():
+            if not is_allowed(value := getattr(self, name)):
+                raise UserError(f"{name} must {rule}, got {value!r}.")
         if not 0 <= self.crop_padding < min(self.image_size):
             raise UserError(
                 f"crop_padding must be 0 or more and below the image size {self.image_size}, got {self.crop_padding}."
             )
-        if not 0 <= self.horizontal_flip_prob <= 1:
-            raise UserError(f"horizontal_flip_prob must lie in [0, 1], got {self.horizontal_flip_prob}.")
-        if not 0 <= self.rotation_degrees <= 180:
-            raise UserError(f"rotation_degrees must lie in [0, 180], got {self.rotation_degrees}.")
-        for name, share in (("translate", self.translate), ("scale", self.scale)):
-            if not 0 <= share < 1:
-                raise UserError(f"{name} must lie in [0, 1), got {share}.")
-
-        if self.auto_augment not in (None, *POLICIES):
-            raise UserError(f"auto_augment must be one of {', '.join(POLICIES)}; got {self.auto_augment!r}.")
-        if self.randaugment_num_ops < 1:
-            raise UserError(f"randaugment_num_ops must be at least 1, got {self.randaugment_num_ops}.")
-        if not 0 <= self.randaugment_magnitude <= 30:
-            raise UserError(f"randaugment_magnitude must lie in [0, 30], got {self.randaugment_magnitude}.")
-        if not 0 <= self.random_erasing_prob <= 1:
-            raise UserError(f"random_erasing_prob must lie in [0, 1], got {self.random_erasing_prob}.")
-
         self.policy: v2.RandAugment | v2.TrivialAugmentWide | None = None
-        fill = (GREY, GREY, GREY)
         if self.auto_augment == "randaugment":
-            self.policy = v2.RandAugment(self.randaugment_num_ops, self.randaugment_magnitude, fill=fill)
+            self.policy = v2.RandAugment(self.randaugment_num_ops, self.randaugment_magnitude)
         elif self.auto_augment == "trivialaugment":
-            self.policy = v2.TrivialAugmentWide(fill=fill)
-        self._one = self._torchvision_transforms()
+            self.policy = v2.TrivialAugmentWide()
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """An RGB image as a uint8 tensor (3, height, width), random by torch's global generator."""
-        return self._one(image)
-
-    def batch(self, images: Tensor, draws: SampleRNG) -> Tensor:
-        """Images of one size, uint8 (B, 3, old height, old width) -> (B, 3, height, width), on their device."""
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
+        """Augment images of one size on their device: uint8 (B, 3, old height, old width) -> (B, 3, height, width)."""
         if self.random_resized_crop_scale is not None:
-            images = random_resized_crop(images, draws, self.image_size, self.random_resized_crop_scale)
+            images = random_resized_crop(images, rng, self.image_size, self.random_resized_crop_scale)
         elif images.shape[-2:] != self.image_size:
             images = TF.resize(images, list(self.image_size), antialias=True)
         if self.rotation_degrees or self.translate or self.scale:
-            images = random_affine(images, draws, self.rotation_degrees, self.translate, self.scale)
+            images = random_affine(images, rng, self.rotation_degrees, self.translate, self.scale)
         if self.crop_padding or self.horizontal_flip_prob:
-            images = random_crop_and_flip(images, draws, self.crop_padding, self.horizontal_flip_prob)
+            images = random_crop_and_flip(images, rng, self.crop_padding, self.horizontal_flip_prob)
         if self.policy is not None:
-            images = random_policy(images, draws, self.policy, GREY)
+            images = random_policy(images, rng, self.policy, GREY)
         if self.random_erasing_prob:
-            images = random_erasing(images, draws, self.random_erasing_prob, GREY)
+            images = random_erasing(images, rng, self.random_erasing_prob, GREY)
         return images
-
-    def _torchvision_transforms(self) -> Callable[[Image.Image], Tensor]:
-        transforms: list[Callable] = []
-        if self.random_resized_crop_scale is not None:
-            transforms.append(
-                v2.RandomResizedCrop(self.image_size, scale=(self.random_resized_crop_scale, 1.0), antialias=True)
-            )
-        else:
-            transforms.append(v2.Resize(self.image_size, antialias=True))
-        if self.rotation_degrees or self.translate or self.scale:
-            transforms.append(
-                v2.RandomAffine(
-                    self.rotation_degrees,
-                    translate=(self.translate, self.translate),
-                    scale=(1 - self.scale, 1 + self.scale),
-                    interpolation=v2.InterpolationMode.BILINEAR,
-                )
-            )
-        if self.crop_padding:
-            transforms.append(v2.RandomCrop(self.image_size, padding=self.crop_padding, padding_mode="reflect"))
-        if self.horizontal_flip_prob:
-            transforms.append(v2.RandomHorizontalFlip(self.horizontal_flip_prob))
-        if self.policy is not None:
-            transforms.append(self.policy)
-        # The tensor is made late: the geometric transforms are four times as fast on a small PIL image.
-        transforms.append(v2.PILToTensor())
-        if self.random_erasing_prob:
-            transforms.append(v2.RandomErasing(self.random_erasing_prob, value=GREY))
-        return v2.Compose(transforms)
 
 
 def training_stages(
@@ -153,21 +115,21 @@ def training_stages(
     augmentation_off_fraction: float = 0.0,
     **augmentation: Any,
 ) -> tuple[list[Augmentation | None], Callable[[float], int]]:
-    """The augmentation of each stage of training, and which stage it is.
+    """Return the augmentation of each stage of training, and a function that tells the stage.
 
-    Smaller images at first (Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4), and neither augmentation
-    nor mixing at last (Ge et al. 2021, YOLOX, https://arxiv.org/abs/2107.08430, section 2.1), where chosen.
+    If chosen, images are smaller at first (Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4), and at the
+    end there is neither augmentation nor mixing (Ge et al. 2021, https://arxiv.org/abs/2107.08430, section 2.1).
 
     Args:
-        image_size: Height and width, pixels.
-        initial_image_size: Those of the first stage.
+        image_size: Height and width in pixels.
+        initial_image_size: Height and width in the first stage.
         initial_image_size_fraction: Share of training that the first stage lasts.
         augmentation_off_fraction: Share of training that the last stage lasts.
         augmentation: Arguments of `Augmentation`.
 
     Returns:
-        The augmentations, `None` for the stage without one; and the number of the stage from the share of training
-        that is done.
+        The augmentations, with `None` for the last stage; and a function from the share of training that is done to
+        the number of the stage.
 
     Raises:
         UserError: A value is out of its range.

@@ -7,9 +7,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -17,7 +16,7 @@ import joblib
 import numpy as np
 import torch
 from datasets import Dataset
-from PIL import Image
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers import ViTImageProcessor, default_data_collator
@@ -35,122 +34,104 @@ logger = logging.getLogger(__name__)
 DECODED_BYTES_KEPT = 2 * 2**30
 # Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
 KEPT_FOR_CROPS = 1.5
+# Others lack some of the operations.
+TRANSFORM_DEVICES = ("cpu", "cuda")
 
 
 class BatchTransform:
-    """From decoded images to a batch for the model: augmented, mixed, normalised.
+    """Turn decoded images into the model's inputs: augment, mix, resize and normalise whole batches.
 
-    In two steps: the second, for a whole batch at once, can be taken where the model is, as the bytes that are sent
-    there are a fourth of what becomes of them. All draws depend on nothing but the seed and an image's key.
+    This happens on the device of the images. Random numbers depend on (seed, epoch, image) only.
 
     Args:
-        image_processor: Rescales and normalises; without augmentation it also resizes.
-        mixing: Makes the targets of training.
+        image_processor: Normalises, and resizes images that are not augmented.
+        stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
+        mixing: Makes the targets of training. In stages without augmentation it smooths them only.
         seed: Seed of augmentation and mixing.
     """
 
-    def __init__(self, image_processor: ViTImageProcessor, mixing: Mixup | None = None, seed: int = 0):
+    def __init__(
+        self,
+        image_processor: ViTImageProcessor,
+        stages: Sequence[Augmentation | None] = (),
+        mixing: Mixup | None = None,
+        seed: int = 0,
+    ):
         self.image_processor = image_processor
+        self.stages = stages
         self.mixing = mixing
         self.seed = seed
 
     @property
-    def mixup_prob(self) -> float:
-        """Probability that an image is mixed with another."""
-        return 0.0 if self.mixing is None else self.mixing.mixup_prob
+    def is_random(self) -> bool:
+        """Whether a stage augments images."""
+        return any(stage is not None for stage in self.stages)
 
-    def draws(self, keys: Sequence[tuple[int, int]], purpose: str) -> SampleRNG:
-        """SampleRNG for images by their keys: the epoch, and what tells an image from the others."""
-        number = ("augmentation", "partner", "mixing", "masking").index(purpose)
-        return SampleRNG([(self.seed, *key, number) for key in keys])
+    def image_size(self, stage: int | None) -> tuple[int, int]:
+        """Return the height and width of the model's inputs in a stage, in pixels."""
+        augmentation = None if stage is None else self.stages[stage]
+        size = self.image_processor.size
+        return (size["height"], size["width"]) if augmentation is None else augmentation.image_size
 
-    def begin(
-        self,
-        images: list[Image.Image] | Tensor,
-        labels: Tensor,
-        keys: Sequence[tuple[int, int]],
-        augment: Augmentation | None,
-        own: Sequence[int],
-        partners: dict[int, int],
-    ) -> dict[str, Tensor]:
-        """What is done to each image alone, and all that is random.
+    def decoded_size(self) -> tuple[int, int]:
+        """Return the height and width to decode images to: the model's, or larger if parts are cut from them."""
+        crops = any(stage is not None and stage.random_resized_crop_scale for stage in self.stages)
+        height, width = self.image_size(None)
+        return (round(KEPT_FOR_CROPS * height), round(KEPT_FOR_CROPS * width)) if crops else (height, width)
 
-        Args:
-            images: N of any sizes, or uint8 (N, 3, height, width) on any device.
-            labels: Class ids (N,).
-            keys: Key of each image: the epoch, and what tells it from the others.
-            augment: `None` for nothing random.
-            own: Places of the B images that make up the batch.
-            partners: By its number in the batch, for each image that is mixed, the place of the other.
+    def decode(self, row: dict[str, Any] | None, name: str, size: tuple[int, int]) -> Tensor:
+        """Decode an image as in `decode_image` and resize it to a height and width: uint8 (3, height, width)."""
+        # Evaluation sees the pixels of a pipeline. Training may take the smaller versions that a JPEG file holds.
+        image = decode_image(row, name, enough=2 * max(size) if self.is_random else None)
+        height_and_width = dict(zip(("height", "width"), size, strict=True))
+        resized = self.image_processor(
+            image, size=height_and_width, do_rescale=False, do_normalize=False, return_tensors="pt"
+        )
+        return resized["pixel_values"][0]
 
-        Returns:
-            For `finish`: `images`, uint8 (B, 3, height, width), and where any are mixed also `partners`, of the same
-            shape, and `mixture`, (B, 5). And `labels`: class ids (B,) or probabilities (B, L).
-        """
-        if augment is None:
-            resized = self.image_processor(images, do_rescale=False, do_normalize=False, return_tensors="pt")
-            tensors: Tensor = resized["pixel_values"]
-        elif isinstance(images, Tensor):
-            tensors = augment.batch(images, self.draws(keys, "augmentation"))
-        else:
-            augmented = []
-            with _restored_rng_state():
-                for image, seed in zip(images, self.draws(keys, "augmentation").integers(2**53), strict=True):
-                    torch.default_generator.manual_seed(int(seed))
-                    augmented.append(augment(image))
-            tensors = torch.stack(augmented)
-        places = torch.tensor(own, device=tensors.device)
-        batch = {"images": tensors if list(own) == list(range(len(tensors))) else tensors[places]}
-        if self.mixing is None or not self.mixing.changes_targets:
-            return batch | {"labels": labels[places]}
-        targets = self.mixing.one_hot(labels[places])
-        if partners:
-            mixed = torch.tensor(list(partners), device=tensors.device)
-            others = places.clone()  # of an image that is not mixed, itself
-            others[mixed] = torch.tensor(list(partners.values()), device=tensors.device)
-            mixture, kept = self.mixing.draw(
-                tensors.shape[-2:], self.draws([keys[own[number]] for number in partners], "mixing")
-            )
-            batch |= {"partners": tensors[others], "mixture": mixture.new_zeros(len(own), 5).to(tensors.device)}
-            batch["mixture"][mixed] = mixture.to(tensors.device)
-            kept = kept.to(tensors.device)[:, None]
-            targets[mixed] = kept * targets[mixed] + (1 - kept) * self.mixing.one_hot(labels[others[mixed]])
-        return batch | {"labels": self.mixing.smooth(targets)}
+    def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
+        """Return the random numbers of images for a purpose, by their keys (B, 2): the epoch, and the image."""
+        number = ("augmentation", "mixing", "masking").index(purpose)
+        return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
-    def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is done to a whole batch: mix and normalise.
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs.
 
         Args:
-            batch: Result of `begin`, on any device, with or without other entries. A finished batch stays as it is.
+            batch: A batch of `ImageClassificationDataset`. Other entries stay as they are.
 
         Returns:
-            The same with `pixel_values`, float (B, 3, height, width), in the place of what they are made of.
+            `pixel_values`, float (B, 3, height, width), and `labels`, class ids (B,) or in training also
+            probabilities (B, L).
         """
-        if "images" not in batch:
-            return batch
         batch = dict(batch)
-        images = batch.pop("images")
-        if "partners" in batch:
-            images = Mixup.mix(images, batch.pop("partners"), batch.pop("mixture"))
-        pixels = self.image_processor(list(images), do_resize=False, return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels, **batch}
+        keys, stage = batch.pop("keys"), batch.pop("stage")
+        device = batch["pixel_values"].device
+        images = batch["pixel_values"].to(device if device.type in TRANSFORM_DEVICES else "cpu")
+        augmentation = None if stage is None else self.stages[stage]
+        if augmentation is not None:
+            images = augmentation(images, self.rng(keys, "augmentation"))
+        if stage is not None and self.mixing is not None and "labels" in batch:
+            rng = None if augmentation is None else self.rng(keys, "mixing")
+            images, labels = self.mixing(images, batch["labels"].to(images.device), rng)
+            batch["labels"] = labels.to(device)
+        inputs = self.image_processor(list(images), do_resize=augmentation is None, return_tensors="pt")
+        return batch | {"pixel_values": inputs["pixel_values"].to(device)}
 
 
 class ImageClassificationDataset(torch.utils.data.Dataset):
-    """Rows of a dataset in batches of `pixel_values` (B, C, height, width) and `labels`; for `collate`.
+    """Rows of a dataset in batches of decoded images, which `batch_transform` makes the model's inputs.
 
-    With `stages`, images are augmented and mixed. The draws of an image depend on (seed, epoch, row) alone: not on the
-    order, the batch, the number of worker processes, or earlier draws. An image is mixed with another image of the
-    split, as that is augmented in the same epoch. Cached images (`cache_on_device`) are augmented by the same
-    distributions, with other draws.
+    A batch holds `pixel_values`, uint8 (B, 3, height, width); `labels`, class ids (B,); `keys`, NumPy integers (B, 2)
+    of (epoch, row); and `stage`, the number of the stage of training, `None` in evaluation. Its data loader needs
+    `collate`. Decoded pixels depend on the image alone, not on whether they are kept, nor on the process.
 
     Args:
         rows: A split of `load_splits`.
-        image_processor: Rescales and normalises; without augmentation it also resizes. It is saved with the model, so
-            that a pipeline sees what the model was evaluated on.
-        stages: The augmentation of each stage of training; `None` for a stage without augmentation and mixing. For
-            evaluation, nothing.
-        mixing: Makes the targets of training; in stages without augmentation it smooths only.
+        image_processor: As in `BatchTransform`, like the following. It is saved with the model, so that a pipeline
+            sees what the model was evaluated on.
+        stages: The augmentation of each stage of training; for evaluation, nothing.
+        mixing: Makes the targets of training.
         seed: Seed of augmentation and mixing.
     """
 
@@ -158,90 +139,25 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self,
         rows: Dataset,
         image_processor: ViTImageProcessor,
-        stages: Sequence[Augmentation | None] = (None,),
+        stages: Sequence[Augmentation | None] = (),
         mixing: Mixup | None = None,
         seed: int = 0,
     ):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.image_processor = image_processor
         self.stages = stages
-        self.batch_transform = BatchTransform(image_processor, mixing, seed)
-        self.finish_later = False  # whether worker processes leave `batch_transform.finish` to who takes their batches
-        self._images: Tensor | None = None  # all of them, where they are kept
+        self.batch_transform = BatchTransform(image_processor, stages, mixing, seed)
+        self._is_kept: bool | None = None  # unknown yet
+        self._images: Tensor | None = None  # all of them, if they are kept
         self._labels: Tensor | None = None
-        self._tried_to_keep = False
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def cache_on_device(self, device: torch.device) -> bool:
-        """Decode all images once and keep them on a device, no larger than needed, if they fit.
-
-        Training images are then augmented there in whole batches. They fit if they take up at most
-        `DECODED_BYTES_KEPT`.
-
-        Args:
-            device: A CPU or a CUDA device.
-
-        Returns:
-            Whether they are kept.
-
-        Raises:
-            UserError: An image cannot be decoded.
-        """
-        if not self._tried_to_keep:
-            self._tried_to_keep = True
-            obstacle = self._decode_all(device)
-            if self._is_for_training:  # one line for the training images is enough
-                logger.info(
-                    "Training images are %s",
-                    f"decoded and augmented one at a time: {obstacle}."
-                    if self._images is None
-                    else f"kept on {device} at {self._images.shape[3]}x{self._images.shape[2]} pixels and augmented "
-                    f"there in batches ({self._images.nbytes / 1e6:.3g} MB).",
-                )
-        return self._images is not None
-
-    @property
-    def _is_for_training(self) -> bool:
-        return any(stage is not None for stage in self.stages)
-
-    def _decode_all(self, device: torch.device) -> str:
-        """Fill `_images` and return nothing, or say what stands in the way."""
-        if device.type not in ("cpu", "cuda"):
-            return f"this was not tried on {device.type}"
-        height, width = self._kept_size()
-        if len(self) * 3 * height * width > DECODED_BYTES_KEPT:
-            return f"together they would take {len(self) * 3 * height * width / 1e9:.3g} GB"
-        images = torch.empty((len(self), 3, height, width), dtype=torch.uint8)
-        size = {"height": height, "width": width}
-        # Evaluation sees the pixels of a pipeline. Training may take the smaller versions that a JPEG file holds.
-        enough = 2 * max(height, width) if self._is_for_training else None
-
-        def decode(index: int, row: dict[str, Any]) -> None:
-            image = decode_image(row, name=f"image {index}", enough=enough)
-            resized = self.image_processor(image, size=size, do_rescale=False, do_normalize=False, return_tensors="pt")
-            images[index] = resized["pixel_values"][0]
-
-        # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
-        with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
-            for start in range(0, len(self), 1000):
-                indices = range(start, min(start + 1000, len(self)))
-                for _ in pool.map(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
-                    pass
-        try:
-            self._images = images.to(device)
-        except torch.OutOfMemoryError:
-            return f"they do not fit on {device}"
-        self._labels = torch.tensor(self.rows["label"][:], device=device)
-        return ""
-
-    def _kept_size(self) -> tuple[int, int]:
-        """Height and width of kept images: their own if all are alike and small, else what the model needs of them."""
-        size = self.image_processor.size
-        height, width = size["height"], size["width"]
-        margin = KEPT_FOR_CROPS if any(stage and stage.random_resized_crop_scale for stage in self.stages) else 1.0
-        height, width = round(margin * height), round(margin * width)
+    @functools.cached_property
+    def decoded_size(self) -> tuple[int, int]:
+        """Height and width of decoded images: their own if all are alike and small, else `BatchTransform`'s."""
+        height, width = self.batch_transform.decoded_size()
         own: tuple[int, int] | None = None
         for start in range(0, len(self), 1000):
             for index, row in enumerate(self.rows[start : start + 1000]["image"], start):
@@ -251,19 +167,74 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                     return height, width
         return own or (height, width)
 
-    def __getitem__(self, key: int | Sample) -> dict[str, Tensor]:
-        return {name: batch[0] for name, batch in self.__getitems__([key]).items()}
+    def cache_on_device(self, device: torch.device) -> bool:
+        """Decode all images once and keep them, if they take up at most `DECODED_BYTES_KEPT`.
 
-    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch at once, which the data loader asks for where it can."""
-        in_worker = get_worker_info() is not None
-        if in_worker:
+        Args:
+            device: Where to keep them. They stay on the CPU if it has not enough memory for them.
+
+        Returns:
+            Whether they are kept.
+
+        Raises:
+            UserError: An image cannot be decoded.
+        """
+        if self._is_kept is None:
+            height, width = self.decoded_size
+            num_bytes = len(self) * 3 * height * width
+            self._is_kept = num_bytes <= DECODED_BYTES_KEPT
+            place = "decoded again for each batch"
+            if self._is_kept:
+                self._images = self._decode_all(device)
+                self._labels = torch.tensor(self.rows["label"][:], device=self._images.device)
+                place = f"kept on {self._images.device}, so that worker processes are not needed"
+            if self.batch_transform.is_random:  # one line for the training images is enough
+                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, num_bytes / 1e6, place)
+        return self._is_kept
+
+    def _decode_all(self, device: torch.device) -> Tensor:
+        images = torch.empty((len(self), 3, *self.decoded_size), dtype=torch.uint8)
+
+        def decode(index: int, row: dict[str, Any]) -> None:
+            images[index] = self.batch_transform.decode(row, f"image {index}", self.decoded_size)
+
+        # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
+        with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
+            for start in range(0, len(self), 1000):
+                indices = range(start, min(start + 1000, len(self)))
+                for _ in pool.map(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
+                    pass
+        try:
+            return images.to(device if device.type in TRANSFORM_DEVICES else "cpu")
+        except torch.OutOfMemoryError:
+            return images
+
+    def __getitem__(self, key: int | Sample) -> dict[str, Any]:
+        """Return a batch of one image."""
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
+        """Return a whole batch, for which the data loader asks if it can."""
+        if get_worker_info() is not None:
             set_up_worker_process()
-        batch = self.begin(keys)
-        return batch if in_worker and self.finish_later else self.batch_transform.finish(batch)
+        first_stage = 0 if self.stages else None
+        samples = [key if isinstance(key, Sample) else Sample(0, first_stage, key) for key in keys]
+        indices = [sample.row for sample in samples]
+        if self._images is not None and self._labels is not None:
+            places = torch.tensor(indices, device=self._images.device)
+            images, labels = self._images[places], self._labels[places]
+        else:
+            rows = self.rows[indices]
+            named = zip(indices, rows["image"], strict=True)
+            images = torch.stack(
+                [self.batch_transform.decode(row, f"image {index}", self.decoded_size) for index, row in named]
+            )
+            labels = torch.tensor(rows["label"])
+        numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
+        return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": samples[0].stage}
 
-    def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Tensor]:
-        """Return up to `size` random images as one batch, by default without augmentation.
+    def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
+        """Return up to `size` random images as the model's inputs, by default without augmentation.
 
         Args:
             size: Largest number of images.
@@ -271,52 +242,18 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             stage: Index into `stages`; the last one of training has no augmentation.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
-        return self.__getitems__([Sample(0, stage, *pair) for pair in zip(rows, rows[1:] + rows[:1], strict=True)])
-
-    def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch, for `BatchTransform.finish`."""
-        samples = self._samples(keys)
-        augment = self.stages[samples[0].stage]
-        partners = self._partners(samples) if augment is not None else {}
-        wanted = list(dict.fromkeys([*samples, *partners.values()]))  # none is prepared twice
-        place = {sample: number for number, sample in enumerate(wanted)}
-        images, labels = self._read([sample.row for sample in wanted])
-        return self.batch_transform.begin(
-            images, labels, [(sample.epoch, sample.row) for sample in wanted], augment,
-            own=[place[sample] for sample in samples],
-            partners={number: place[other] for number, other in partners.items()},
-        )  # fmt: skip
-
-    def _samples(self, keys: Sequence[int | Sample]) -> list[Sample]:
-        return [key if isinstance(key, Sample) else Sample(0, 0, key, (key + 1) % len(self)) for key in keys]
-
-    def _partners(self, samples: list[Sample]) -> dict[int, Sample]:
-        """By the number of a sample that is mixed, the sample that it is mixed with."""
-        draws = self.batch_transform.draws([(sample.epoch, sample.row) for sample in samples], "partner")
-        return {
-            number: sample._replace(row=sample.partner, partner=sample.row)
-            for number, (sample, draw) in enumerate(zip(samples, draws.uniform(), strict=True))
-            if draw < self.batch_transform.mixup_prob
-        }
-
-    def _read(self, indices: list[int]) -> tuple[list[Image.Image] | Tensor, Tensor]:
-        if self._images is not None:
-            assert self._labels is not None
-            places = torch.tensor(indices).to(self._images.device)
-            return self._images[places], self._labels[places]
-        rows = self.rows[indices]
-        images = [decode_image(row, name=f"image {index}") for index, row in zip(indices, rows["image"], strict=True)]
-        return images, torch.tensor(rows["label"])
+        samples = [Sample(0, stage if self.stages else None, row) for row in rows]
+        return self.batch_transform(self.__getitems__(samples))
 
 
 def collate(batch: Any) -> Any:
-    """For data loaders: a batch of `ImageClassificationDataset` as it is, else what the Trainer makes of rows."""
+    """Return a batch of `ImageClassificationDataset` as it is, and rows as the Trainer collates them."""
     return batch if isinstance(batch, dict) else default_data_collator(batch)
 
 
 @functools.cache  # once in each worker process
 def set_up_worker_process() -> None:
-    """What a worker process of a data loader does before its first batch."""
+    """Prepare a worker process of a data loader before its first batch."""
     keep_freed_memory()  # a batch takes what the one before has freed: 0.88 to 0.92 of the time, for photographs
     _end_by_the_main_process_alone()
 
@@ -324,9 +261,9 @@ def set_up_worker_process() -> None:
 def _end_by_the_main_process_alone() -> None:
     """Let a worker process heed SIGTERM only from its main process.
 
-    Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end; yet
-    SIGTERM is also how multiprocessing ends, and then waits for, workers that an exception left behind. For workers
-    that are forked from the main process; others may have threads already, which the signal ends.
+    Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end. But
+    multiprocessing also ends the workers that an exception left behind by SIGTERM, and then waits for them. This works
+    for workers that are forked from the main process; others may have threads already, which the signal ends.
     """
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
@@ -339,13 +276,3 @@ def _end_by_the_main_process_alone() -> None:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=wait, daemon=True).start()
-
-
-@contextmanager
-def _restored_rng_state() -> Iterator[None]:
-    """Leave torch's generator as it was; once per batch, as this costs ten times as much as seeding."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -7,28 +7,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
 from .dataset import ImageClassificationDataset
 from .sampler import Sample
-from .transforms import SampleRNG, to_device
+from .transforms import SampleRNG
 
 
 class MaskedImageDataset(ImageClassificationDataset):
-    """Rows of a dataset in batches of `pixel_values` (B, C, height, width) and `bool_masked_pos` (B, rows * cols).
+    """Rows of a dataset in batches of decoded images with `bool_masked_pos` (B, rows * cols) instead of labels.
 
-    Square units of patches are masked at random, as many in every image: SimMIM (Xie et al. 2021,
-    https://arxiv.org/abs/2111.09886, section 3.2). The mask depends on nothing but (seed, epoch, row), as the
-    augmentation does.
+    Units of patches are masked at random, as many in every image: SimMIM (Xie et al. 2021,
+    https://arxiv.org/abs/2111.09886, section 3.2). The mask depends on (seed, epoch, row) only, like the augmentation.
 
     Args:
-        arguments: Arguments of `ImageClassificationDataset`, except for mixing.
-        patch_size: Height and width of a patch, pixels.
+        arguments: Arguments of `ImageClassificationDataset`.
+        patch_size: Height and width of a patch in pixels.
         mask_ratio: Share of the units that are masked.
-        mask_patch_size: Side of a unit, pixels; `None` for that of a patch.
-        options: Options of `ImageClassificationDataset`, except for mixing.
+        mask_patch_size: Side of a square unit in pixels; `None` for units of one patch.
+        options: Options of `ImageClassificationDataset`.
 
     Raises:
         UserError: The ratio or the size of a unit is impossible.
@@ -51,63 +49,62 @@ class MaskedImageDataset(ImageClassificationDataset):
         self.patch_size = patch_size
         self.mask_ratio = mask_ratio
         self.unit = unit
-        size = self.batch_transform.image_processor.size
-        for height, width in [(size["height"], size["width"]), *(stage.image_size for stage in self.stages if stage)]:
+        for stage in (None, *range(len(self.stages))):
+            height, width = self.batch_transform.image_size(stage)
             if height % unit[0] or width % unit[1]:
                 raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")
             number = (height // unit[0]) * (width // unit[1])
             if num_masked(number, mask_ratio) == number:
                 raise UserError(f"mask_ratio {mask_ratio} masks all of the {number} parts of an image: lower it.")
 
-    def begin(self, keys: Sequence[int | Sample]) -> dict[str, Tensor]:
-        """A whole batch, for `BatchTransform.finish`."""
-        images = super().begin(keys)["images"]
-        draws = self.batch_transform.draws([(sample.epoch, sample.row) for sample in self._samples(keys)], "masking")
-        height, width = images.shape[-2:]
+    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
+        """Return a whole batch."""
+        batch = super().__getitems__(keys)
+        del batch["labels"]
+        height, width = self.batch_transform.image_size(batch["stage"])
         units = (height // self.unit[0], width // self.unit[1])
-        masks = random_masks(draws, units, self.mask_ratio)
+        masks = random_masks(self.batch_transform.rng(batch["keys"], "masking"), units, self.mask_ratio)
         for axis in (0, 1):
             masks = masks.repeat(self.unit[axis] // self.patch_size[axis], axis=axis + 1)
-        masks = masks.reshape(len(keys), -1)
-        return {"images": images, "bool_masked_pos": to_device(masks, images, torch.bool)}
+        return batch | {"bool_masked_pos": torch.from_numpy(masks.reshape(len(keys), -1))}
 
 
 def num_masked(number: int, ratio: float) -> int:
-    """How many of so many parts of an image are masked: their share, rounded up, but not for an error of rounding."""
+    """Return how many of so many parts are masked: their share, rounded up, but not for an error of rounding."""
     return math.ceil(round(ratio * number, 6))
 
 
-def random_masks(draws: SampleRNG, units: tuple[int, int], ratio: float) -> np.ndarray:
-    """Masks (B, *units) of which the same share, rounded up, is True."""
-    ranks = np.argsort([draws.uniform() for _ in range(units[0] * units[1])], axis=0)
+def random_masks(rng: SampleRNG, units: tuple[int, int], ratio: float) -> np.ndarray:
+    """Draw masks (B, *units) of which the same share, rounded up, is True."""
+    ranks = np.argsort([rng.uniform() for _ in range(units[0] * units[1])], axis=0)
     return (ranks < num_masked(len(ranks), ratio)).T.reshape(-1, *units)
 
 
 @torch.no_grad()
 def plot_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, path: Path, count: int = 8) -> None:
-    """Draw the first images of a split, what the model was shown of them, and what it painted, into a PNG file.
+    """Plot the first images of a split, what the model was shown of them, and its reconstructions.
 
     Args:
         model: A `ViTScratchForMaskedImageModeling`.
         dataset: Images of the size that the model takes.
-        path: The file to write.
+        path: PNG file to write.
         count: Number of images.
     """
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
-    batch = dataset.__getitems__(range(min(count, len(dataset))))
+    batch = dataset.batch_transform(dataset.__getitems__(range(min(count, len(dataset)))))
     pixels, hidden = (batch[name].to(model.device) for name in ("pixel_values", "bool_masked_pos"))
     model.eval()
-    painted = model(pixels, hidden).reconstruction.float()
+    reconstruction = model(pixels, hidden).reconstruction.float()
     height, width = dataset.patch_size
     hidden = hidden.view(len(pixels), 1, pixels.shape[2] // height, pixels.shape[3] // width)
     hidden = hidden.repeat_interleave(height, 2).repeat_interleave(width, 3)
     processor = dataset.image_processor
     mean, std = (pixels.new_tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
-    rows = (pixels, pixels.masked_fill(hidden, 0), torch.where(hidden, painted, pixels))
+    rows = (pixels, pixels.masked_fill(hidden, 0), torch.where(hidden, reconstruction, pixels))
     figure = Figure(figsize=(1.5 * len(pixels), 4.8), layout="constrained")
     grid = figure.subplots(3, len(pixels), squeeze=False)
-    for axes_row, title, images in zip(grid, ("image", "shown", "painted"), rows, strict=True):
+    for axes_row, title, images in zip(grid, ("image", "shown", "reconstructed"), rows, strict=True):
         for axes, image in zip(axes_row, (images * std + mean).clamp(0, 1), strict=True):
             axes.imshow(image.permute(1, 2, 0).cpu().numpy())
             axes.axis("off")

@@ -10,23 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UserError
-from .transforms import (
-    SampleRNG,
-    rectangle_mask,
-)
+from .transforms import SampleRNG, rectangle_mask
 
 
 class Mixup:
     """The targets of training: class probabilities, smoothed, and mixed together with the images.
 
     MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1), CutMix (Yun et al. 2019,
-    https://arxiv.org/abs/1905.04899, equation 1), one of the two by chance where both are chosen, and label smoothing
+    https://arxiv.org/abs/1905.04899, equation 1), one of the two by chance if both are chosen, and label smoothing
     (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7).
 
     Args:
-        num_classes: L.
-        mixup_alpha: Share from Beta(alpha, alpha); 0 for no MixUp.
-        cutmix_alpha: The same for the area of CutMix.
+        num_classes: Number of classes, L.
+        mixup_alpha: The share of an image is drawn from Beta(alpha, alpha); 0 for no MixUp.
+        cutmix_alpha: The same for the area in CutMix.
         mixup_prob: Probability that an image is mixed at all.
         label_smoothing: Probability mass that is spread evenly over all classes.
 
@@ -56,29 +53,43 @@ class Mixup:
         self.cutmix_alpha = cutmix_alpha
         self.mixup_prob = mixup_prob if mixup_alpha or cutmix_alpha else 0.0
 
-    @property
-    def changes_targets(self) -> bool:
-        """Whether targets are anything else than class ids."""
-        return bool(self.mixup_prob or self.label_smoothing)
+    def __call__(self, images: Tensor, labels: Tensor, rng: SampleRNG | None) -> tuple[Tensor, Tensor]:
+        """Mix each image with its neighbor in the batch: the first with the second, the third with the fourth.
 
-    def draw(self, image_size: Sequence[int], draws: SampleRNG) -> tuple[Tensor, Tensor]:
-        """How images are to be mixed with others of their size.
+        Args:
+            images: uint8 (B, C, height, width). The last image of an odd batch stays as it is.
+            labels: Class ids (B,).
+            rng: Source of the shares; `None` to smooth the labels only.
 
         Returns:
-            For `mix`, (B, 5): the share of the image where it is not cut, and the rectangle that is cut out of it,
-            by top, left, height, width. And the share of its target, (B,).
+            The images, float if they are mixed, and class ids (B,) or probabilities (B, L).
         """
-        cut = draws.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))
-        quantile = draws.uniform()
-        share = np.where(
-            cut,
-            betaincinv(self.cutmix_alpha or 1.0, self.cutmix_alpha or 1.0, quantile),
-            betaincinv(self.mixup_alpha or 1.0, self.mixup_alpha or 1.0, quantile),
-        )
+        if not (self.mixup_prob or self.label_smoothing):
+            return images, labels
+        targets = F.one_hot(labels, self.num_classes).float()
+        if rng is not None and self.mixup_prob:
+            positions = torch.arange(len(images), device=images.device)
+            mix_index = (positions ^ 1).clamp(max=len(images) - 1)
+            mixture, kept = self.draw(images.shape[-2:], rng)
+            images = self.mix(images, images[mix_index], mixture.to(images.device))
+            targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
+        return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+
+    def draw(self, image_size: Sequence[int], rng: SampleRNG) -> tuple[Tensor, Tensor]:
+        """Draw how images are mixed with others of their size.
+
+        Returns:
+            The mixture for `mix`, (B, 5): the share of the image outside the rectangle that is cut out of it, and the
+            rectangle's top, left, height and width in pixels. And the share of the image's own target, (B,).
+        """
+        mixed = rng.uniform() < self.mixup_prob
+        cut = rng.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))
+        alpha = np.where(cut, self.cutmix_alpha or 1.0, self.mixup_alpha or 1.0)
+        share = np.where(mixed, betaincinv(alpha, alpha, rng.uniform()), 1.0)
         # A rectangle of the other share of the area about a pixel; what of it lies outside the image is cut off.
         half = np.sqrt(1 - share) / 2
         (top, bottom), (left, right) = (
-            np.clip(draws.integers(side) + np.array([-1, 1])[:, None] * (half * side).astype(int), 0, side)
+            np.clip(rng.integers(side) + np.array([-1, 1])[:, None] * (half * side).astype(int), 0, side)
             for side in image_size
         )
         kept = np.where(cut, 1 - (bottom - top) * (right - left) / math.prod(image_size), share)
@@ -93,11 +104,3 @@ class Mixup:
         """
         own = mixture[:, 0, None, None, None] * ~rectangle_mask(images, mixture[:, 1:])
         return torch.lerp(others.float(), images.float(), own)  # half of the time of the sum of two products
-
-    def one_hot(self, labels: Tensor) -> Tensor:
-        """Class ids (B,) as probabilities (B, L)."""
-        return F.one_hot(labels, self.num_classes).float()
-
-    def smooth(self, targets: Tensor) -> Tensor:
-        """Probabilities (B, L), smoothed."""
-        return targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes

@@ -8,26 +8,23 @@ import torch
 
 
 class Sample(NamedTuple):
-    """Which image a training batch wants, and all that its random changes may depend on."""
+    """An image of a batch, by all that its random changes depend on besides the seed."""
 
     epoch: int
-    stage: int
+    stage: int | None  # None in evaluation
     row: int
-    partner: int  # the row that it is mixed with, if it is
 
 
 class EpochSampler(torch.utils.data.Sampler):
-    """Every row once per epoch, in an order that depends on nothing but (seed, epoch), with the stage of training.
+    """Every row once per epoch, in an order that depends on (seed, epoch) only, with the stage of training.
 
-    Drawn in the main process, so that worker processes and resumed runs get the same. Partners in mixing are the first
-    and second row of that order, the third and fourth, and so on: both are in one batch if its size is even, and none
-    has to be prepared for its partner's sake. The last of an odd number is its own partner, and so stays unmixed.
+    The order is drawn in the main process, so worker processes and resumed runs get the same.
 
     Args:
         size: Number of rows.
         seed: Seed of the order.
-        batch_size: Rows per optimizer step, over all devices; a stage changes between two steps only.
-        stage: From the epochs passed, a fraction, to the number of the stage.
+        batch_size: Rows per optimizer step, over all devices. A stage changes between two steps only.
+        stage: Function from the epochs passed, a fraction, to the number of the stage.
     """
 
     def __init__(self, size: int, seed: int, batch_size: int = 1, stage: Callable[[float], int] = lambda _: 0):
@@ -52,4 +49,4 @@ class EpochSampler(torch.utils.data.Sampler):
         for position, row in enumerate(order):
             if position % self.batch_size == 0:
                 stage = self.stage(epoch + position / self.size)
-            yield Sample(epoch, stage, row, order[min(position ^ 1, self.size - 1)])
+            yield Sample(epoch, stage, row)

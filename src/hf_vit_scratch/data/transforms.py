@@ -1,10 +1,9 @@
-"""Random changes to a batch of images at once, on any device, with draws of its own for every image.
+"""Random changes to a batch of images at once, on a CPU or CUDA device, with numbers of its own for every image.
 
-torchvision's transforms draw once for a whole batch, and given one image at a time they leave an accelerator waiting.
-These do what torchvision's of the same names do to one image. Numbers are drawn on the CPU, in NumPy, so that nothing
-is read back from the device; pixels stay where they are.
+torchvision's transforms draw once for a whole batch. These do to every image what torchvision's of the same names do
+to one. Numbers are drawn on the CPU, in NumPy, so that nothing is read back from the device.
 
-Shapes: images are uint8 (B, C, height, width); draws and what follows from them have B entries.
+Shapes: images are uint8 (B, C, height, width). Random numbers and what follows from them have B entries.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ TRIES = 10  # for a rectangle that fits into the image, as many as torchvision h
 
 
 class SampleRNG:
-    """Numbers that depend on nothing but an image's key, and on how many were drawn for it before.
+    """Random numbers for each image that depend on its key, and on how many were drawn for it before.
 
     SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195, figure 17), started for each image
     from its key.
@@ -40,12 +39,12 @@ class SampleRNG:
             self.state = _mix(self.state + part + GOLDEN_GAMMA)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Numbers:
-        """One number in [low, high) for each image."""
+        """Draw one number in [low, high) for each image."""
         self.state = self.state + GOLDEN_GAMMA
         return low + (high - low) * (_mix(self.state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def integers(self, end: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """One integer in [0, end) for each image."""
+        """Draw one integer in [0, end) for each image."""
         return (self.uniform() * end).astype(np.int64)
 
 
@@ -56,7 +55,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def to_device(numbers: NDArray[Any], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers (B, ...) as a tensor (B, ...) on the device of `like`."""
+    """Return numbers (B, ...) as a tensor on the device of `like`."""
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(like.device, dtype)
 
 
@@ -65,28 +64,28 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    draws: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
+    rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.int64], ...]:
     """Top, left, height and width of a random rectangle in each image; 0 and 0 where none of ten tries fitted in."""
     height, width = size
-    tall, wide = np.zeros((2, len(draws.state)), np.int64)
+    tall, wide = np.zeros((2, len(rng.state)), np.int64)
     for _ in range(TRIES):
-        area = height * width * draws.uniform(*scale)
-        aspect = np.exp(draws.uniform(*np.log(ratio)))
+        area = height * width * rng.uniform(*scale)
+        aspect = np.exp(rng.uniform(*np.log(ratio)))
         h, w = np.rint(np.sqrt(area / aspect)).astype(int), np.rint(np.sqrt(area * aspect)).astype(int)
         fits = (tall == 0) & (h > 0) & (w > 0) & (h <= height) & (w <= width)
         tall, wide = np.where(fits, h, tall), np.where(fits, w, wide)
-    return draws.integers(height - tall + 1), draws.integers(width - wide + 1), tall, wide
+    return rng.integers(height - tall + 1), rng.integers(width - wide + 1), tall, wide
 
 
-def random_resized_crop(images: Tensor, draws: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
+def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
     """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`.
 
     Cropping and resizing is linear, and separately so along height and width: a matrix product for each.
     """
     height, width = images.shape[-2:]
     ratio = (3 / 4, 4 / 3)
-    top, left, tall, wide = _rectangles(draws, (height, width), (least_scale, 1.0), ratio)
+    top, left, tall, wide = _rectangles(rng, (height, width), (least_scale, 1.0), ratio)
     # Where none fitted: the largest part in the middle that is neither too wide nor too tall.
     middle_tall, middle_wide = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
     none = tall == 0
@@ -108,28 +107,28 @@ def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: 
     return weights / weights.sum(-1, keepdim=True)
 
 
-def random_crop_and_flip(images: Tensor, draws: SampleRNG, padding: int, flip_prob: float) -> Tensor:
+def random_crop_and_flip(images: Tensor, rng: SampleRNG, padding: int, flip_prob: float) -> Tensor:
     """A crop of each image's own size after padding by reflection, then a mirror image by chance.
 
     `v2.RandomCrop(padding_mode="reflect")` and `v2.RandomHorizontalFlip`.
     """
     places = []
     for size in images.shape[-2:]:
-        place = np.abs(draws.integers(2 * padding + 1)[:, None] - padding + np.arange(size))
+        place = np.abs(rng.integers(2 * padding + 1)[:, None] - padding + np.arange(size))
         places.append(size - 1 - np.abs(size - 1 - place))
     rows, columns = places
-    columns = np.where((draws.uniform() < flip_prob)[:, None], columns[:, ::-1], columns)
+    columns = np.where((rng.uniform() < flip_prob)[:, None], columns[:, ::-1], columns)
     images = images.take_along_dim(to_device(rows, images, torch.int64)[:, None, :, None], dim=2)
     return images.take_along_dim(to_device(columns, images, torch.int64)[:, None, None, :], dim=3)
 
 
-def random_affine(images: Tensor, draws: SampleRNG, degrees: float, translate: float, scale: float) -> Tensor:
+def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: float, scale: float) -> Tensor:
     """Rotate, shift and scale each image about its middle; `v2.RandomAffine`, bilinear, black outside."""
     height, width = images.shape[-2:]
-    angle = np.radians(draws.uniform(-degrees, degrees))
-    across = np.rint(draws.uniform(-translate, translate) * width)
-    down = np.rint(draws.uniform(-translate, translate) * height)
-    factor = draws.uniform(1 - scale, 1 + scale)
+    angle = np.radians(rng.uniform(-degrees, degrees))
+    across = np.rint(rng.uniform(-translate, translate) * width)
+    down = np.rint(rng.uniform(-translate, translate) * height)
+    factor = rng.uniform(1 - scale, 1 + scale)
     cos, sin = np.cos(angle) / factor, np.sin(angle) / factor
     # The inverse: where in the old image a pixel of the new one comes from.
     matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1).reshape(
@@ -151,10 +150,10 @@ def _sample(images: Tensor, matrix: Numbers, mode: str, fill: int) -> Tensor:
     return _to_uint8(moved.masked_fill_(outside[:, None], fill))
 
 
-def random_erasing(images: Tensor, draws: SampleRNG, probability: float, value: int) -> Tensor:
+def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
-    chosen = draws.uniform() < probability
-    top, left, tall, wide = _rectangles(draws, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))
+    chosen = rng.uniform() < probability
+    top, left, tall, wide = _rectangles(rng, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))
     rectangles = to_device(np.stack((top, left, tall * chosen, wide), axis=1), images)
     return images.masked_fill(rectangle_mask(images, rectangles), value)
 
@@ -168,18 +167,16 @@ def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
     return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
 
 
-def random_policy(
-    images: Tensor, draws: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int
-) -> Tensor:
+def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
     """Each image's own random operations, of torchvision's policy."""
     height, width = images.shape[-2:]
     space = list(policy._AUGMENTATION_SPACE.items())
     for _ in range(getattr(policy, "num_ops", 1)):
-        operation = draws.integers(len(space))
-        bins = draws.integers(policy.num_magnitude_bins)
+        operation = rng.integers(len(space))
+        bins = rng.integers(policy.num_magnitude_bins)
         if isinstance(policy, v2.RandAugment):
             bins[:] = policy.magnitude
-        sign = np.where(draws.uniform() < 0.5, -1, 1)
+        sign = np.where(rng.uniform() < 0.5, -1, 1)
         changed = images.clone()
         for number, (name, (magnitudes, signed)) in enumerate(space):
             chosen = np.flatnonzero(operation == number)

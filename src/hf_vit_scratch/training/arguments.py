@@ -78,7 +78,7 @@ class DataArguments:
     follow_links: bool = _flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
 
     def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
-        """The arguments of `hf_vit_scratch.data.streaming.stream_splits`.
+        """The arguments of `hf_vit_scratch.data.splits.load_splits` for a stream.
 
         Raises:
             UserError: Something that was asked for needs all of the data.

@@ -85,9 +85,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: str = "") -> str | No
     begun = Path(checkpoint).parent / "recipe.yaml" if checkpoint else None
     if begun is not None and begun.is_file():
         was, now = (yaml.safe_load(text) or {} for text in (begun.read_text(encoding="utf-8"), recipe))
-        free = set(RESUMABLE)
-        if not now.get("streaming") and all(recipe.get("dataloader_num_workers") for recipe in (was, now)):
-            free.add("dataloader_num_workers")  # without any, images may be augmented in batches, with other draws
+        # Each worker process reads its own part of a stream.
+        free = {*RESUMABLE} if now.get("streaming") else {*RESUMABLE, "dataloader_num_workers"}
         if now.get("fit_to_images"):  # what the run has chosen for itself is taken over: `chosen_before`
             free |= was.keys() - now.keys()
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]

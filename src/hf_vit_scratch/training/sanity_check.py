@@ -12,7 +12,6 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.trainer_pt_utils import find_batch_size
 
 from ..data.dataset import ImageClassificationDataset
 from .auto_config import sizes_and_modes
@@ -140,7 +139,7 @@ def _trial(trainer: ViTTrainer) -> list[str]:
     while (progress := (time.perf_counter() - start) / TRIAL_SECONDS) < 1:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, 2 * progress)
-        batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
+        batch = trainer._prepare_inputs(next(loader))
         with trainer.compute_loss_context_manager():
             loss = trainer.model(**batch).loss
         loss.backward()
@@ -167,12 +166,15 @@ def data_report(trainer: ViTTrainer) -> str:
         `"loading"` or `"computing"`.
     """
     dataset: Any = trainer.train_dataset
-    dataset.finish_later = True  # as in training
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
-    loading = _images_per_second(lambda: find_batch_size(next(loader)))
-    batch = {name: tensor.to(trainer.args.device) for name, tensor in next(loader).items()}
-    batch = dataset.batch_transform.finish(batch)
-    dataset.finish_later = False
+
+    def load() -> int:
+        pixel_values = trainer._prepare_inputs(next(loader))["pixel_values"]
+        pixel_values[-1, -1, -1, -1].item()  # reading it waits for the device
+        return len(pixel_values)
+
+    loading = _images_per_second(load)
+    batch = trainer._prepare_inputs(next(loader))
     trainer.model.train()
 
     def compute() -> int:
@@ -186,11 +188,7 @@ def data_report(trainer: ViTTrainer) -> str:
     bound = "computing" if computing < loading else "loading"
     print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
     if bound == "loading":
-        kept = (
-            isinstance(dataset, ImageClassificationDataset)
-            and trainer.args.dataloader_num_workers == 0
-            and dataset.cache_on_device(trainer.args.device)
-        )
+        kept = isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
         print(f"Time       {_expected_time(trainer, min(loading, computing))}")

@@ -22,7 +22,7 @@ from ..data.dataset import ImageClassificationDataset
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
-from ..data.streaming import ImageClassificationStream, stream_splits
+from ..data.streaming import ImageClassificationStream
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -104,7 +104,8 @@ def load_data(args: Arguments) -> Data:
     _, data_args, _, _, training = args
     if data_args.streaming:
         with training.main_process_first(desc="data"):  # it downloads what the others then find
-            data = Data(*reversed(stream_splits(**data_args.for_streaming(training), seed=training.seed)))
+            splits = load_splits(**data_args.for_streaming(training), seed=training.seed, streaming=True)
+        data = Data(splits, stream=splits.pop("train"))
     else:
         data = Data(load_splits(**data_args.for_loading(), seed=training.seed, labelled=not is_masked(args)))
     for name, rows in data.splits.items():
@@ -266,8 +267,7 @@ def build_trainer(
     else:
         train_dataset = dataset_class(data.splits["train"], image_processor, stages, mixup, data_seed)
         if training.whiten_patches:
-            if training.dataloader_num_workers == 0:
-                train_dataset.cache_on_device(training.device)
+            train_dataset.cache_on_device(training.device)
             sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
             whiten_patches(model, sample["pixel_values"].to(model.device))
     with blame_the_user():

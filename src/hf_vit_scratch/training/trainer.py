@@ -29,7 +29,7 @@ from transformers.trainer_utils import (
 )
 from transformers.training_args import OptimizerNames
 
-from ..data.dataset import ImageClassificationDataset, collate
+from ..data.dataset import BatchTransform, ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
@@ -112,6 +112,7 @@ class ViTTrainer(Trainer):
             self.add_callback(ProgressByTime(lambda: self._progress))
         self.stage = stage
         self.sampler: EpochSampler | None = None
+        self.batch_transform: BatchTransform | None = None
         self.stopped = False  # by SIGTERM
         self._stop = GracefulStop(self.args)
         self._images_in_step = self._batches_in_step = 0
@@ -262,19 +263,30 @@ class ViTTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(dataset, ImageClassificationDataset | ImageClassificationStream):  # that of training serves all
+            self.batch_transform = getattr(self.train_dataset, "batch_transform", dataset.batch_transform)
         if isinstance(dataset, ImageClassificationStream):
             # It makes batches, for this process alone; accelerate would share them out once more.
             dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-            return DataLoader(dataset, batch_size=None, **options)
-        # Where the user has asked for worker processes, they prepare the images.
-        if isinstance(dataset, ImageClassificationDataset) and self.args.dataloader_num_workers == 0:
-            device = self.args.device
-            if dataset.cache_on_device(device) and device.type != "cpu":
-                self.args.dataloader_pin_memory = False  # it refuses what is on the device already
-        return super()._get_dataloader(dataset, *args, **kwargs)
+            return DataLoader(dataset, batch_size=None, collate_fn=collate, **options)
+        if isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(self.args.device):
+            # Worker processes would have nothing to do, and what is on the device cannot be pinned.
+            sampler, drop_last = sampler_fn and sampler_fn(dataset), self.args.dataloader_drop_last
+            loader: Any = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last)
+            return self.accelerator.prepare(loader)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a batch to the device, and make the model's inputs of decoded images there."""
+        inputs = super()._prepare_inputs(inputs)
+        if self.batch_transform is not None and inputs["pixel_values"].dtype == torch.uint8:
+            inputs = self.batch_transform(inputs)
+        return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
@@ -299,13 +311,7 @@ class ViTTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
-        if not isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
-            return super()._run_epoch(*args, **kwargs)
-        self.train_dataset.finish_later = True  # in `training_step`, on the device
-        try:
-            return super()._run_epoch(*args, **kwargs)
-        finally:
-            self.train_dataset.finish_later = False
+        return super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step; remember how many images they hold together."""
@@ -333,8 +339,6 @@ class ViTTrainer(Trainer):
         """One forward and backward pass; remember the first step whose loss is not finite, without waiting for it."""
         if self._logged_time is None:
             self._images, self._logged_time = 0, time.perf_counter()
-        if isinstance(self.train_dataset, ImageClassificationDataset | ImageClassificationStream):
-            inputs = self.train_dataset.batch_transform.finish(self._prepare_inputs(inputs))
         self._images += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             loss = super().training_step(model, inputs, *args, **kwargs)
