@@ -67,9 +67,11 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
     import torch
     from huggingface_hub.utils import get_session
 
+    from hf_vit_scratch.data import dataset
     from hf_vit_scratch.model import modeling_vit_scratch
     from hf_vit_scratch.training import ema
 
+    dataset.DECODED_BYTES_KEPT = 0  # kept images would leave nothing to do for worker processes
     os.setsid()  # a group of its own, so that its worker processes are killed with it
     sys.stdout = sys.stderr = open(output_dir.with_suffix(".log"), "a")  # noqa: SIM115
     logging.disable()

@@ -22,9 +22,12 @@ def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     argv = [*SMALL, "--max_steps", "60", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
             "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",
             "--output_dir", str(tmp_path / "run")]  # fmt: skip
-    command = [sys.executable, ROOT / "train.py", *argv]
+    # Kept images would leave nothing to do for the worker processes.
+    program = "import sys, train; from hf_vit_scratch.data import dataset; dataset.DECODED_BYTES_KEPT = 0"
+    program += "; train.main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, *argv]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     for line in process.stdout:
         if "'loss'" in line:

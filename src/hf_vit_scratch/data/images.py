@@ -31,13 +31,12 @@ WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], Counter[str]]:
-    """The images in a folder, however deep, by their suffixes, and the other files' suffixes with their numbers.
+    """Return the images in a folder, however deep, by their suffixes, and count the suffixes of other files.
 
-    What is hidden is in neither: files and folders whose name begins with a dot, such as the copies that notebooks
-    keep in `.ipynb_checkpoints`.
+    Files and folders whose name begins with a dot are in neither.
 
     Args:
-        folder: Where to look.
+        folder: Folder to search.
         folder_links: Policy for links to folders: `"skip"`, `"follow"` (each folder once), or `"refuse"`.
 
     Raises:
@@ -66,7 +65,7 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
 
 
 def warn_of_others(folder: Path, others: Counter[str]) -> None:
-    """Say which files of a folder are not used, of the second result of `find_image_files`."""
+    """Log which files of a folder are not used, by the second result of `find_image_files`."""
     if others:
         most_first = sorted(others.items(), key=lambda item: (-item[1], item[0]))
         listed = ", ".join(f"{number} {suffix}" for suffix, number in most_first[:5])
@@ -77,11 +76,11 @@ def warn_of_others(folder: Path, others: Counter[str]) -> None:
 
 @contextmanager
 def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
-    """Open an encoded image, of which only the header is read until its pixels are asked for.
+    """Open an encoded image. Its pixels are not read before they are needed.
 
     Args:
         row: `path` and `bytes` of the image, one of which may be None: `datasets.Image(decode=False)`.
-        name: Names the image in an error where it has no path.
+        name: Name of the image in an error if it has no path.
 
     Raises:
         UserError: It cannot be opened, or what is done with it fails.
@@ -114,8 +113,8 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
     Args:
         row: The image, as in `open_image`.
         name: Its name in an error, as in `open_image`.
-        enough: Pixels on each side from which on the image may be smaller than it is. The decoder of JPEG then reads
-            a half, a quarter or an eighth of the pixels, in a fraction of the time.
+        enough: Number of pixels on each side that is sufficient. A JPEG file may then be decoded at a half, a quarter
+            or an eighth of its size, in a fraction of the time.
 
     Raises:
         UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them to white.
@@ -132,11 +131,7 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
 
 
 def check_header(file: Path) -> None:
-    """Find out fast whether a file is an image.
-
-    Raises:
-        UserError: It is none, or one that `decode_image` refuses by its mode.
-    """
+    """Refuse a file that is no image, or that `decode_image` refuses by its mode; fast, by its header."""
     with open_image({"path": str(file), "bytes": None}, str(file)) as image:
         wide = image.mode in WIDE_MODES
     if wide:  # they are rare
@@ -144,15 +139,7 @@ def check_header(file: Path) -> None:
 
 
 def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int], str]:
-    """Width and height of an encoded image, upright, in pixels, and its mode, by its header.
-
-    Args:
-        row: The image, as in `open_image`.
-        name: Its name in an error, as in `open_image`.
-
-    Raises:
-        UserError: It cannot be opened.
-    """
+    """Return the width and height of an image in pixels, upright, and its mode; arguments as in `open_image`."""
     with open_image(row, name) as image:
         lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.size[::-1] if lies_on_its_side else image.size), image.mode

@@ -66,7 +66,7 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 def _rectangles(
     rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.int64], ...]:
-    """Top, left, height and width of a random rectangle in each image; 0 and 0 where none of ten tries fitted in."""
+    """Draw a rectangle in each image: top, left, height and width; the last two are 0 if none of ten tries fits."""
     height, width = size
     tall, wide = np.zeros((2, len(rng.state)), np.int64)
     for _ in range(TRIES):
@@ -108,10 +108,7 @@ def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: 
 
 
 def random_crop_and_flip(images: Tensor, rng: SampleRNG, padding: int, flip_prob: float) -> Tensor:
-    """A crop of each image's own size after padding by reflection, then a mirror image by chance.
-
-    `v2.RandomCrop(padding_mode="reflect")` and `v2.RandomHorizontalFlip`.
-    """
+    """Crop after padding by reflection, then mirror by chance; `v2.RandomCrop`, `v2.RandomHorizontalFlip`."""
     places = []
     for size in images.shape[-2:]:
         place = np.abs(rng.integers(2 * padding + 1)[:, None] - padding + np.arange(size))
@@ -159,7 +156,7 @@ def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: in
 
 
 def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
-    """Whether a pixel lies in its image's rectangle (B, 4): top, left, height, width.  (B, 1, height, width)."""
+    """Return which pixels (B, 1, height, width) lie in their image's rectangle (B, 4): top, left, height, width."""
     top, left, tall, wide = rectangles.T[..., None]  # (B, 1) each
     rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
     inside_rows = (rows >= top) & (rows < top + tall)
@@ -168,7 +165,7 @@ def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
 
 
 def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
-    """Each image's own random operations, of torchvision's policy."""
+    """Apply random operations of torchvision's policy, each image's own."""
     height, width = images.shape[-2:]
     space = list(policy._AUGMENTATION_SPACE.items())
     for _ in range(getattr(policy, "num_ops", 1)):
