@@ -17,6 +17,7 @@ from hf_vit_scratch.data.transforms import (
     random_erasing,
     random_policy,
     random_resized_crop,
+    resized_crops_by_products,
 )
 
 POLICIES = (v2.TrivialAugmentWide(fill=[GREY] * 3), v2.RandAugment(fill=[GREY] * 3))
@@ -80,11 +81,14 @@ def test_resized_crops_are_those_of_torchvision(images):
     keys = [(row,) for row in range(8)]
     boxes = np.stack(_rectangles(SampleRNG(keys), (32, 40), (0.2, 1.0), (3 / 4, 4 / 3)), axis=1)
 
-    crops = random_resized_crop(images, SampleRNG(keys), (24, 30), 0.2)
+    one_by_one = random_resized_crop(images, SampleRNG(keys), (24, 30), 0.2)
+    by_products = resized_crops_by_products(images, *boxes.T, (24, 30))  # as on an accelerator
 
-    for image, crop, box in zip(images, crops, boxes.tolist(), strict=True):
-        expected = TF.resized_crop(image, *box, size=[24, 30], antialias=True)
-        assert (crop.int() - expected.int()).abs().max() <= 1
+    expected = torch.stack(
+        [TF.resized_crop(image, *box, size=[24, 30]) for image, box in zip(images, boxes.tolist(), strict=True)]
+    )
+    assert torch.equal(one_by_one, expected)
+    assert (by_products.int() - expected.int()).abs().max() <= 1
 
 
 def test_image_that_no_crop_fits_is_cut_in_the_middle(images):

@@ -79,10 +79,7 @@ def _rectangles(
 
 
 def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
-    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`.
-
-    Cropping and resizing is linear, and separately so along height and width: a matrix product for each.
-    """
+    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`."""
     height, width = images.shape[-2:]
     ratio = (3 / 4, 4 / 3)
     top, left, tall, wide = _rectangles(rng, (height, width), (least_scale, 1.0), ratio)
@@ -91,6 +88,26 @@ def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], l
     none = tall == 0
     tall, wide = np.where(none, middle_tall, tall), np.where(none, middle_wide, wide)
     top, left = np.where(none, (height - middle_tall) // 2, top), np.where(none, (width - middle_wide) // 2, left)
+    if images.device.type == "cpu":  # one by one, by torchvision's kernel for bytes
+        boxes = np.stack((top, left, tall, wide), axis=1).tolist()
+        crops = [TF.resized_crop(image, *box, list(size)) for image, box in zip(images, boxes, strict=True)]
+        return torch.stack(crops)
+    return resized_crops_by_products(images, top, left, tall, wide, size)
+
+
+def resized_crops_by_products(
+    images: Tensor,
+    top: NDArray[np.int64],
+    left: NDArray[np.int64],
+    tall: NDArray[np.int64],
+    wide: NDArray[np.int64],
+    size: tuple[int, int],
+) -> Tensor:
+    """Crop and resize all images at once, which keeps an accelerator busy.
+
+    It is linear, and separately so along height and width: a matrix product for each.
+    """
+    height, width = images.shape[-2:]
     rows = _resizing_weights(top, tall, height, size[0], images)
     columns = _resizing_weights(left, wide, width, size[1], images)
     return _to_uint8(rows[:, None] @ images.float() @ columns[:, None].transpose(2, 3))
