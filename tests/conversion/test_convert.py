@@ -253,7 +253,7 @@ def test_destination_that_holds_something_is_refused(tmp_path, capsys):
             "holds ResNetModel; it must be one of ViTModel",
         ),
         (lambda path: BertModel(BertConfig(**BERT)).save_pretrained(path), "A BertModel has no patch embedding: use"),
-        (lambda path: ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(path), "a model of ours already."),
+        (lambda path: ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(path), "a ViTScratch model already."),
         (lambda path: path.mkdir(), "holds no config.json."),
         (lambda path: None, "is no file, no folder, and no name on the Hub."),
     ],

@@ -112,7 +112,7 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
         zero; the Conv2d of the patches; and the class token, (1, 1, D).
 
     Raises:
-        UserError: The model is none of ours, or BERT has no counterpart of a feature.
+        UserError: The model is no ViTScratch model, or BERT has no counterpart of a feature.
     """
     require_class(model, (ViTScratchModel,), "to_bert")
     require_values(model, "to_bert", ACCEPTED, training_only=("drop_path_rate",))

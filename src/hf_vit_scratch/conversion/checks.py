@@ -40,10 +40,10 @@ def require_values(
     training_only: Iterable[str] = (),
     square: bool = False,
 ) -> None:
-    """Refuse a model of ours that the other library cannot express.
+    """Refuse a ViTScratch model that the other library cannot express.
 
     Args:
-        model: A model of ours.
+        model: A ViTScratch model.
         caller: The converter's name, for the messages.
         accepted: The values that fields of the configuration may have.
         training_only: Fields that the other library lacks. A warning names those that are set.
@@ -147,7 +147,7 @@ def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tens
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder layers of a model of ours, or of another library."""
+    """Return the encoder layers of a model of any library."""
     for path in ("layers", "vit.layers", "blocks", "encoder.layers", "bert.encoder.layer"):
         try:
             return list(model.get_submodule(path).children())

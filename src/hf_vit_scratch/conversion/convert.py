@@ -45,7 +45,7 @@ def convert(
     image_size: list[int] | None = None,
     pooling: str | None = None,
 ) -> None:
-    """Convert a saved model into a folder of ours, and print what was done.
+    """Convert a saved model into a folder of a ViTScratch model, and print what was done.
 
     Args:
         source: A folder, or a name on the Hub, of a transformers ViT or a timm model; or a file of weights of timm's
@@ -109,7 +109,7 @@ def _load_module(source: str) -> nn.Module:
     architecture = (config.get("architectures") or ["nothing"])[0]
     if architecture not in classes:
         hints = {
-            "vit_scratch": " It is a model of ours already.",
+            "vit_scratch": " It is a ViTScratch model already.",
             "bert": " A BertModel has no patch embedding: use hf_vit_scratch.conversion.convert.from_bert.",
             "deit": " We have no counterpart of a distillation token.",
         }

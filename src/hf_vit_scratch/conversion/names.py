@@ -74,7 +74,7 @@ def load_weights(module: Module, state: Mapping[str, Tensor], caller: str, like:
     """Load copies of these tensors, each in its own dtype, if their names and shapes are those of `module`.
 
     Args:
-        module: A new model, of ours or of another library.
+        module: A new model of any library.
         state: The tensors by name, without the prefix `vit.`.
         caller: The converter's name, for the error message.
         like: A model whose device and mode the new one takes.

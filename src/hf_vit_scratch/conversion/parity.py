@@ -40,7 +40,7 @@ def randomize_(module: nn.Module, std: float, generator: torch.Generator | None 
 
 
 def with_gradients_as_parameters(module: nn.Module) -> nn.Module:
-    """A copy of `module` that holds its gradients in the place of its parameters, for a converter to rename."""
+    """Return a copy of `module` with its gradients in the place of its parameters, for a converter to rename."""
     twin = copy.deepcopy(module)
     for parameter, original in zip(twin.parameters(), module.parameters(), strict=True):
         parameter.data = torch.zeros_like(original) if original.grad is None else original.grad.clone()
@@ -56,7 +56,7 @@ class Peer:
         package: Package that must be installed.
         build: Makes a small model of it.
         to_ours: Converts such a model.
-        to_theirs: Converts one of ours.
+        to_theirs: Converts a ViTScratch model.
         gives_attentions: Whether it returns attention maps.
     """
 
@@ -133,7 +133,7 @@ SCALES = (0.02, 0.5)
 
 
 def limit(kind: str, dtype: torch.dtype, std: float) -> float:
-    """The largest difference that counts as equal; infinite where rounding alone may be larger."""
+    """Return the largest difference that counts as equal; infinite if rounding alone may be larger."""
     if dtype == torch.float32:
         return 1e-5 if std == min(SCALES) else math.inf
     return 1e-8 if kind == "gradients" else 1e-10
@@ -147,7 +147,7 @@ def measure(
     seed: int = 0,
     spoil: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
-    """The largest absolute differences between a model and what it was converted to.
+    """Return the largest absolute differences between a model and what it was converted to.
 
     Args:
         peer: The other implementation.

@@ -53,10 +53,10 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_vit(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert a model of ours to transformers' ViT of the same kind, `ViTModel` without a pooler.
+    """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler.
 
     Raises:
-        UserError: The model is none of ours, or transformers' ViT has no counterpart of a feature.
+        UserError: The model is no ViTScratch model, or transformers' ViT has no counterpart of a feature.
     """
     require_class(model, CLASSES.values(), "to_vit")
     makes_images = isinstance(model, ViTScratchForMaskedImageModeling)

@@ -33,17 +33,17 @@ def relu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """X P(Z <= x) for a standard normal Z, by the error function; Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415."""
+    """Return x P(Z <= x) for a standard normal Z, by the error function; Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415."""
     return x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """X W^T + b.  (N, in), (out, in), (out,) -> (N, out)."""
+    """Return x W^T + b.  (N, in), (out, in), (out,) -> (N, out)."""
     return x @ weight.T + (0 if bias is None else bias)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """Each token to mean 0 and variance 1, then scaled and shifted.  (N, d) -> (N, d).
+    """Bring each token to mean 0 and variance 1, then scale and shift it.  (N, d) -> (N, d).
 
     Ba et al. 2016, Layer Normalization, https://arxiv.org/abs/1607.06450, section 3.
     """
@@ -71,7 +71,7 @@ def attention(query: Array, key: Array, value: Array, mask: Array | None = None)
 
 
 def attention_head(x: Array, w_q: Array, w_k: Array, w_v: Array, mask: Array | None = None) -> tuple[Array, Array]:
-    """One head without biases.  (N, d) -> (N, v) and the weights (N, N).
+    """Compute one head without biases.  (N, d) -> (N, v) and the weights (N, N).
 
     W_Q and W_K (a, d). The values may be narrow, v = a, as in [1], or as wide as the tokens, v = d.
     """
@@ -81,7 +81,7 @@ def attention_head(x: Array, w_q: Array, w_k: Array, w_v: Array, mask: Array | N
 def multi_head_attention(
     x: Array, heads: Sequence[Head], w_o: Array, mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """The heads' outputs side by side, projected back; [1] section 3.2.2.  (N, d) -> (N, d) and weights (h, N, N).
+    """Put the heads' outputs side by side and project them back; [1] section 3.2.2.  (N, d) -> (N, d) and weights (h, N, N).
 
     W_O (d, h v).
     """
@@ -97,7 +97,7 @@ def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Ar
 def residual_block(
     x: Array, heads: Sequence[Head], w_o: Array, ffn: tuple[Array, Array, Array, Array], mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """X + attention(x), then x + feed_forward(x), without any norm.  (N, d) -> (N, d) and weights (h, N, N)."""
+    """Return x + attention(x), then x + feed_forward(x), without norms.  (N, d) -> (N, d) and weights (h, N, N)."""
     attended, weights = multi_head_attention(x, heads, w_o, mask)
     x = x + attended
     return x + feed_forward(x, *ffn), weights
@@ -138,7 +138,7 @@ def patch_embedding(image: Array, weight: Array, bias: Array) -> Array:
 def encoder_layer(
     x: Array, parameters: Mapping[str, Array], num_heads: int, norm_first: bool, eps: float, mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """One encoder layer with biases and GELU.  (N, d) -> (N, d) and the weights (h, N, N).
+    """Compute one encoder layer with biases and GELU.  (N, d) -> (N, d) and the weights (h, N, N).
 
     norm_first=True: x + f(LN(x)), [2] eq. 2 and 3; False: LN(x + f(x)), [1] section 3.1. The parameters have the names
     that they have within a layer of `ViTScratchModel`.
@@ -177,7 +177,7 @@ def vit(
     eps: float,
     mask: Array | None = None,
 ) -> tuple[list[Array], Array, list[Array]]:
-    """A whole forward pass, [2] eq. 1 to 4, with a class token and learned positions.
+    """Make a whole forward pass, [2] eq. 1 to 4, with a class token and learned positions.
 
     Args:
         image: (C, height, width), normalised, of the size that the positions were made for.

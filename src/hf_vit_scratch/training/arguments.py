@@ -79,7 +79,7 @@ class DataArguments:
     follow_links: bool = _flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
 
     def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
-        """The arguments of `hf_vit_scratch.data.splits.load_splits` for a stream.
+        """Return the arguments of `hf_vit_scratch.data.splits.load_splits` for a stream.
 
         Raises:
             UserError: Something that was asked for needs all of the data.
@@ -104,7 +104,7 @@ class DataArguments:
         return {name: value for name, value in vars(self).items() if name not in cutting}
 
     def for_loading(self) -> dict[str, Any]:
-        """The arguments of `hf_vit_scratch.data.splits.load_splits`."""
+        """Return the arguments of `hf_vit_scratch.data.splits.load_splits`."""
         return {name: value for name, value in vars(self).items() if name != "streaming"}
 
 

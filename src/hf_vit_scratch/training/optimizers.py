@@ -19,7 +19,7 @@ RESOLUTION = 10_000  # steps of a schedule that is read by the share of training
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:
-    """The parameters that weight decay applies to: the weights of linear layers and convolutions, nothing else.
+    """Return the parameters that weight decay applies to: the weights of linear layers and convolutions.
 
     So biases, norms, the tokens and the positions stay undecayed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580,
     and its code); the stock Trainer decays tokens and positions.
@@ -28,7 +28,7 @@ def decayed_parameters(model: nn.Module) -> list[str]:
 
 
 def layer_number(name: str, num_hidden_layers: int) -> int:
-    """The place of a parameter in the depth: 0 for the embeddings, the layers from 1, and one more for the rest."""
+    """Return the depth of a parameter: 0 for the embeddings, the layers from 1, and one more for the rest."""
     if match := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
         return int(match[1]) + 1
     return 0 if re.search(r"(?:^|\.)embeddings\.", name) else num_hidden_layers + 1
@@ -43,10 +43,10 @@ def parameter_groups(
     muon: bool = False,
     muon_learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
+    """Group the trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
 
     Args:
-        model: A model of ours.
+        model: A ViTScratch model.
         learning_rate: Learning rate of the head; without layer decay, of all parameters.
         weight_decay: Weight decay of `decayed_parameters`.
         layer_decay: Each layer's rate as a share of the next layer's (Clark et al. 2020, ELECTRA,
@@ -247,7 +247,7 @@ def schedule_by_progress(
     warmup_fraction: float,
     scheduler_kwargs: dict[str, Any] | None = None,
 ) -> LambdaLR:
-    """A schedule of transformers that follows the share of training done instead of the number of steps.
+    """Return a schedule of transformers that follows the share of training done instead of the number of steps.
 
     Args:
         name: Name of the schedule, as in `transformers.get_scheduler`.

@@ -155,7 +155,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
 
 
 def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTScratchConfig, str | None]:
-    """The configuration that the flags describe, for these classes, and the saved model to start from, if any.
+    """Return the configuration that the flags describe, and the saved model to start from, if any.
 
     Raises:
         UserError: A field is impossible, or there is no such model.
@@ -178,14 +178,14 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTS
     except OSError as error:
         raise UserError(
             f"--model {model} is neither a size such as S/16 (sizes {', '.join(VARIANTS)}, then the patch size), "
-            "nor a folder of a saved model of ours, nor the name of one on the Hub that is within reach."
+            "nor a folder of a saved ViTScratch model, nor the name of one on the Hub that is within reach."
         ) from error
     except (ValueError, TypeError) as error:  # already in our own words
         raise UserError(str(error)) from error
 
 
 def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> dict[str, Any]:
-    """The arguments of `training_stages`, for a model.
+    """Return the arguments of `training_stages` for a model.
 
     Raises:
         UserError: The model cannot take the initial image size.
@@ -213,7 +213,7 @@ def _recipe_path(name: str) -> Path:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as text: the flags' own types read the values, so that `1e-3` is a number and `no` is a word."""
+    """Read a recipe as text: the flags' own types read the values, so that `1e-3` is a number and `no` is a word."""
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
@@ -234,7 +234,7 @@ def _as_arguments(key: str, value: Any) -> list[str]:
 
 
 def _explicit(parser: RecipeParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The flags that `argv` sets, with their values, and no defaults."""
+    """Return the flags that `argv` sets, with their values, without defaults."""
     given = {re.sub("^no_", "", a.removeprefix("--").split("=")[0].replace("-", "_")) for a in argv if a[:2] == "--"}
     return {name: value for name, value in vars(parser.parse_args(argv)).items() if name in given}
 

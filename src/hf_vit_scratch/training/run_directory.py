@@ -108,7 +108,7 @@ def _refuse_other_run(output_dir: Path) -> None:
 
 
 def without_resuming(argv: Sequence[str]) -> list[str]:
-    """The command line by which a run begins, also where it is resumed."""
+    """Return the command line that begins a run, without the flag that resumes it."""
     kept, arguments = [], iter(argv)
     for argument in arguments:
         if argument.split("=")[0].replace("-", "_") != "__resume_from_checkpoint":
