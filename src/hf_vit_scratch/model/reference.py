@@ -33,7 +33,7 @@ def relu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """Return x P(Z <= x) for a standard normal Z, by the error function; Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415."""
+    """Return x P(Z <= x) for a standard normal Z; Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415."""
     return x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
 
 
@@ -81,9 +81,9 @@ def attention_head(x: Array, w_q: Array, w_k: Array, w_v: Array, mask: Array | N
 def multi_head_attention(
     x: Array, heads: Sequence[Head], w_o: Array, mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """Put the heads' outputs side by side and project them back; [1] section 3.2.2.  (N, d) -> (N, d) and weights (h, N, N).
+    """Put the heads' outputs side by side and project them back; [1] section 3.2.2.
 
-    W_O (d, h v).
+    (N, d) and W_O (d, h v) -> (N, d) and weights (h, N, N).
     """
     outputs, weights = zip(*(attention_head(x, *head, mask) for head in heads), strict=True)
     return linear(np.concatenate(outputs, axis=-1), w_o), np.stack(weights)
