@@ -677,6 +677,12 @@ def test_regression_of_several_numbers(pixel_values):
     assert_equal(outputs.loss, ((outputs.logits - labels) ** 2).mean())
 
 
+def test_one_class_takes_class_ids(pixel_values):
+    model = tiny_model(ViTScratchForImageClassification, problem_type="single_label_classification", num_labels=1)
+
+    assert model(pixel_values, labels=torch.zeros(3, dtype=torch.int64)).loss == 0
+
+
 @pytest.mark.parametrize(
     ("problem_type", "labels", "message"),
     [

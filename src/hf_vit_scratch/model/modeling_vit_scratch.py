@@ -632,7 +632,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         default = "regression" if self.config.num_labels == 1 else "single_label_classification"
         problem_type = self.config.problem_type or default
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
-        if self.config.num_labels == 1 and labels.ndim == 1:
+        if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:
             labels = labels[:, None]
         expected = tuple(logits.shape[:1] if has_ids else logits.shape)
         if labels.shape != expected:
