@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 1. Softmax
 #
-# A transformer decides, again and again, how much of each thing to take. It has a list of scores, one number for each
-# thing, of any size and sign. It needs *shares*: numbers between 0 and 1 that add up to 1, the largest for the largest
-# score.
+# A transformer decides again and again how much to take of each of several things. It has one score for each thing. A
+# score is a number of any size and sign. The transformer needs *shares*: numbers between 0 and 1 that add up to 1, with
+# the largest share for the largest score.
 #
-# Softmax makes shares of scores. First take the exponential of every score, which makes all of them positive and keeps
-# their order. Then divide by the sum:
+# Softmax turns scores into shares. First, take the exponential of every score. This makes all of them positive and
+# keeps their order. Then divide by their sum:
 #
 # $$\mathrm{softmax}(s)_i = \frac{e^{s_i}}{\sum_j e^{s_j}}$$
 
@@ -28,8 +28,8 @@ print("shares of the scores 2, 1, 0:", shares.round(3))
 assert abs(shares.sum() - 1) < 1e-15
 
 # %% [markdown]
-# Written like this it has a trap. The exponential of 1000 is too large for a floating point number. It becomes
-# infinity, and infinity divided by infinity is not a number (NaN).
+# This code has a flaw. The exponential of 1000 is too large for a floating point number. It becomes infinity, and
+# infinity divided by infinity is not a number (NaN).
 
 # %%
 with np.errstate(over="ignore", invalid="ignore"):
@@ -39,12 +39,12 @@ print("shares of the scores 1000, 999:", shares)
 assert np.isnan(shares).all()
 
 # %% [markdown]
-# The way out costs one subtraction. Take the same number $c$ off every score, and numerator and denominator both lose
-# the factor $e^c$, so that no share changes:
+# One subtraction solves this. Subtract the same number $c$ from every score. Numerator and denominator then both lose
+# the factor $e^c$, so no share changes:
 #
 # $$\frac{e^{s_i - c}}{\sum_j e^{s_j - c}} = \frac{e^{-c} \, e^{s_i}}{e^{-c} \sum_j e^{s_j}} = \mathrm{softmax}(s)_i$$
 #
-# With the largest score for $c$, no exponent is above 0, and nothing overflows.
+# Choose the largest score as $c$. Then no exponent is above 0, and nothing overflows.
 
 
 # %%
@@ -58,9 +58,10 @@ print("shares of the scores 1000, 999:", shares.round(3))
 assert np.isfinite(shares).all()
 
 # %% [markdown]
-# Is it right? Each step of this walkthrough asks that, and lets the computer answer: the lines above against the
-# function of this package (`reference.py`) and against PyTorch, on random scores, in 64-bit floating point
-# numbers. Where a sentence says that two things are equal, the code below it stops with an error if they are not.
+# Is it right? Each step of this walkthrough asks this question and lets the computer answer. Here, we compare the lines
+# above with the function of this package (`reference.py`) and with PyTorch. The scores are random, and the numbers are
+# 64-bit floating point. If a sentence says that two things are equal, the code below it stops with an error if they are
+# not.
 
 # %%
 scores = 100 * np.random.default_rng(0).standard_normal((50, 20))  # 50 lists of 20 scores
@@ -72,8 +73,8 @@ assert difference < 1e-14
 assert (softmax(scores) == reference.softmax(scores)).all()
 
 # %% [markdown]
-# How sharply softmax decides depends on the size of the scores. Below, the same five scores are multiplied by three
-# numbers. Small scores give nearly equal shares; large ones give nearly everything to the winner.
+# The size of the scores controls how sharply softmax decides. Below, the same five scores are multiplied by three
+# numbers. Small scores give nearly equal shares. Large scores give nearly everything to the winner.
 
 # %% alt="Three bar charts of five shares: nearly equal for small scores, one bar near 1 for large scores"
 scores = np.array([1.0, 2.0, 0.0, 3.0, 1.0])
@@ -88,5 +89,5 @@ panels[0].set_ylabel("share")
 plt.show()
 
 # %% [markdown]
-# So a transformer can say "a little of everything" and "only this one" with the same function. The next step is about
+# So a transformer can say "a little of everything" and "only this one" with the same function. The next step shows
 # where the scores come from.

@@ -1,22 +1,22 @@
 # %% [markdown]
 # # 2. One attention head
 #
-# A transformer works on a list of vectors, called **tokens**. In a text a token stands for a word or a part of one; in
-# an image, for a small square. Put below each other, $N$ tokens of width $d$ are a matrix $X$ with $N$ rows and $d$
-# columns.
+# A transformer works on a list of vectors, called **tokens**. In a text, a token stands for a word or a part of a word.
+# In an image, it stands for a small square. Stacked as rows, $N$ tokens of width $d$ form a matrix $X$ with $N$ rows
+# and $d$ columns.
 #
-# **Attention** lets each token collect something from the others. Each token asks a question, its *query*; each has
-# a label, its *key*, and something to hand over, its *value*. All three are the token times a matrix:
+# **Attention** lets each token collect something from the others. Each token asks a question, its *query*. It also has
+# a label, its *key*, and some content to share, its *value*. All three are the token times a matrix:
 #
 # $$Q = X W_Q^\top \qquad K = X W_K^\top \qquad V = X W_V^\top$$
 #
-# Query $i$ and key $j$ are compared by their dot product, which is large where they point in the same direction.
-# Softmax turns each row of these scores into shares, and the output is the values, mixed in these shares:
+# A dot product compares query $i$ with key $j$. It is large if they point in the same direction. Softmax turns each row
+# of these scores into shares. The output mixes the values in these shares:
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{a}}\right) V$$
 #
-# Here $a$ is the width of the queries and keys. A dot product of $a$ random numbers grows like $\sqrt{a}$, and from
-# step 1 we know what large scores do; dividing by $\sqrt{a}$ keeps the shares from being all or nothing at the start.
+# Here, $a$ is the width of the queries and keys. A dot product of $a$ random numbers grows like $\sqrt{a}$. Step 1
+# showed what large scores do. Dividing by $\sqrt{a}$ keeps the shares from being all or nothing at the start.
 
 # %%
 import math
@@ -43,9 +43,9 @@ def attention_head(x, w_q, w_k, w_v):
 
 
 # %% [markdown]
-# That is the whole of it: four matrix products and a softmax. It equals PyTorch's own function, here at the size that
-# a well-known Vision Transformer has: 197 tokens of width 768, of which one head makes queries, keys and values of
-# width 64. The matrices are random.
+# That is all: five matrix products and a softmax. The result equals that of PyTorch's own function. We test it at the
+# size of a well-known Vision Transformer, which has 197 tokens of width 768. One head turns them into queries, keys and
+# values of width 64. The matrices are random.
 
 # %%
 rng = np.random.default_rng(0)
@@ -64,9 +64,9 @@ for ours, theirs in zip((output, weights), reference.attention_head(x, w_q, w_k,
     assert np.abs(ours - theirs).max() < 1e-12
 
 # %% [markdown]
-# What does a head do on something real? Take a photograph, cut it into squares of 16 by 16 pixels, and let each square
-# be a token of width 3: its mean red, green and blue. We take the photograph's mean colour off, and make each vector
-# one unit long, so that dot products compare only directions.
+# What does a head do with something real? We take a photograph and cut it into squares of 16 by 16 pixels. Each square
+# is a token of width 3: its mean red, green and blue. We subtract the photograph's mean colour and make each vector one
+# unit long. Dot products then compare directions only.
 
 # %%
 photograph = load_sample_image("flower.jpg")[:416] / 255  # (416, 640, 3), ships with scikit-learn
@@ -77,8 +77,8 @@ x = x / np.linalg.norm(x, axis=1, keepdims=True)
 print(f"{rows} rows and {cols} columns of squares: {x.shape[0]} tokens of width {x.shape[1]}")
 
 # %% [markdown]
-# In a trained network the three matrices are learned. Here we choose them: the identity, times 5 for the queries and
-# keys so that the shares are sharp. So each square asks: who has a colour like mine?
+# A trained network has learned its three matrices. Here, we choose them: the identity, multiplied by 5 for the queries
+# and keys to make the shares sharp. So each square asks: which squares have a colour like mine?
 
 # %%
 output, weights = attention_head(x, w_q=5 * np.eye(3), w_k=5 * np.eye(3), w_v=np.eye(3))
@@ -87,8 +87,8 @@ print(f"each of {len(weights)} tokens has {weights.shape[1]} weights")
 assert np.abs(weights - reference.attention_head(x, 5 * np.eye(3), 5 * np.eye(3), np.eye(3))[1]).max() < 1e-12
 
 # %% [markdown]
-# Each of the three maps below is one row of the weights, laid out as the photograph is. The white square asks; a
-# bright square is one that it takes much from.
+# Each of the three maps below is one row of the weights, in the layout of the photograph. The square with the white
+# frame asks. It takes much from bright squares.
 
 # %% alt="A photograph of a flower, and for three of its squares a map that is bright where the colour is alike"
 queries = {"from a petal": (11, 22), "from the leaves": (23, 6), "from the dark background": (4, 36)}
@@ -105,5 +105,5 @@ for panel in panels.flat:
 plt.show()
 
 # %% [markdown]
-# No line of the code speaks of flowers, and yet each part of the picture finds its own kind. But this head can only
-# ask about colour. Next: many heads, which ask different questions at the same time.
+# No line of the code mentions flowers, and yet each part of the picture finds similar parts. But this head can only ask
+# about colour. Next come many heads, which ask different questions at the same time.

@@ -1,15 +1,16 @@
 # %% [markdown]
 # # 3. Many heads
 #
-# One head asks one question. A transformer has several heads side by side, each with matrices of its own: **multi-head
-# attention**. The outputs of the $h$ heads are put next to each other and multiplied by one more matrix, $W_O$, which
+# One head asks one question. A transformer has several heads side by side, each with its own matrices. This is called
+# **multi-head attention**. The outputs of the $h$ heads are concatenated and multiplied by one more matrix, $W_O$. It
 # mixes them back to the width of the tokens:
 #
 # $$\mathrm{MultiHead}(X) = [\mathrm{head}_1, \dots, \mathrm{head}_h] \, W_O^\top$$
 #
-# A loop over the heads would do. To compute all at once, stack their matrices into arrays with one more axis, and name
-# the axes: `n` and `m` tokens, `d` the width of a token, `h` heads, `a` the width of queries and keys, `v` that of
-# values. `einsum` multiplies, and sums over each letter that is missing on the right of the arrow.
+# A loop over the heads would work. To compute all heads at once, we stack their matrices into arrays with one more
+# axis, and name the axes: `n` and `m` for tokens, `d` for the width of a token, `h` for heads, `a` for the width of
+# queries and keys, and `v` for the width of values. `einsum` multiplies the arrays. It sums over each letter that is
+# missing on the right of the arrow.
 
 # %%
 import math
@@ -29,15 +30,15 @@ def multi_head_attention(x, w_q, w_k, w_v, w_o):
     key = np.einsum("nd,had->hna", x, w_k)
     value = np.einsum("nd,hvd->hnv", x, w_v)
     scores = np.einsum("hna,hma->hnm", query, key) / math.sqrt(query.shape[-1])
-    weights = reference.softmax(scores)  # that of step 1
+    weights = reference.softmax(scores)  # as in step 1
     context = np.einsum("hnm,hmv->hnv", weights, value)
     return np.einsum("hnv,dhv->nd", context, w_o), weights
 
 
 # %% [markdown]
-# With 12 heads of width 64 on tokens of width 768, this equals PyTorch's `nn.MultiheadAttention`: the output, and the
-# weights of every head. PyTorch keeps the matrices of all heads below each other, so `reshape` is all that is needed
-# to use the same numbers. It also equals a loop of step 2 over the heads.
+# With 12 heads of width 64 on tokens of width 768, the output and the weights of every head equal those of PyTorch's
+# `nn.MultiheadAttention`. PyTorch stacks the matrices of all heads as rows, so a `reshape` is enough to use the same
+# numbers. The result also equals a loop over the heads of step 2.
 
 # %%
 torch.manual_seed(0)
@@ -63,9 +64,9 @@ for name, ours, others in (
     assert max(differences) < 1e-12
 
 # %% [markdown]
-# Back to the photograph. Now each square's token says two things: its colour, as before, and its place. The place is
-# written as the sine and cosine of an angle that grows from left to right, and of another that grows from top to
-# bottom. Two such pairs have a large dot product where the angles are close:
+# We return to the photograph. Now the token of each square describes its colour, as before, and its place. The place is
+# given by two angles. One grows from left to right, and the other from top to bottom. The token holds the sine and
+# cosine of each. Two such pairs have a large dot product if the angles are close:
 #
 # $$\sin(a) \sin(b) + \cos(a) \cos(b) = \cos(a - b)$$
 
@@ -79,9 +80,9 @@ y, x = (angle.ravel() for angle in np.meshgrid(np.linspace(0, 2, rows), np.linsp
 tokens = np.column_stack((colours, np.sin(y), np.cos(y), np.sin(x), np.cos(x)))  # width 3 + 2 + 2
 
 # %% [markdown]
-# Three heads get different matrices. A matrix that keeps some columns of the token and makes the others 0 chooses what
-# a head asks about: the colour, the place, or the row alone. The values are the whole tokens, as wide as the tokens
-# themselves, and $W_O$ takes the mean of the three heads.
+# The three heads get different matrices. Each matrix keeps some columns of the token and sets the others to 0. This
+# determines what the head asks about: the colour, the place, or the row alone. The values are the complete tokens.
+# $W_O$ takes the mean of the three heads.
 
 # %%
 keeps = np.array([[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0]])
@@ -111,4 +112,4 @@ plt.show()
 
 # %% [markdown]
 # The same square asks three questions and gets three answers. A trained network finds its own questions, 12 in each
-# layer for the usual size. Next: how to forbid a token to look at some of the others.
+# layer at the usual size. Next, we prevent a token from looking at some of the others.

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # 4. The causal mask
 #
-# So far every token looks at every token. A program that continues a text must not: when it is trained to say the next
-# word, it must not see that word. So token $i$ may look only at the tokens $j \le i$, at itself and back.
+# So far, every token looks at every token. A program that continues a text must not do this. While it learns to predict
+# the next word, it must not see that word. So token $i$ may only look at the tokens $j \le i$: at itself and at earlier
+# ones.
 #
-# The **causal mask** writes that down as a matrix of ones (allowed) and zeros (forbidden). Where it is 0, the score
-# becomes minus infinity before the softmax. Since $e^{-\infty} = 0$, the share is exactly 0, and the shares that are
-# left still add up to 1.
+# The **causal mask** expresses this rule as a matrix of ones (allowed) and zeros (forbidden). Where it is 0, the score
+# becomes minus infinity before the softmax. Since $e^{-\infty} = 0$, the share is exactly 0. The other shares still add
+# up to 1.
 
 # %%
 import math
@@ -34,8 +35,8 @@ print(mask.astype(int))
 assert (mask == reference.causal_mask(5)).all()
 
 # %% [markdown]
-# PyTorch has the same in three forms: a flag, a matrix that is added to the scores (0 where allowed, minus infinity
-# where not), and an argument of `nn.MultiheadAttention`. All of them equal ours.
+# PyTorch has the same mask in three forms: a flag, a matrix that is added to the scores (0 where allowed, minus
+# infinity where not), and an argument of `nn.MultiheadAttention`. All of them equal ours.
 
 # %%
 rng = np.random.default_rng(0)
@@ -64,9 +65,9 @@ print(f"four heads: largest difference from PyTorch {difference:.0e}")
 assert difference < 1e-12
 
 # %% [markdown]
-# The mask has a consequence that makes text generation cheap: when a new token arrives, nothing changes for the older
-# ones. Let us see it on sixteen squares of the photograph, in the order in which we read them, from left to right. The
-# queries and keys are their colours, as in step 2. We run attention on the first 4, the first 8, and all 16.
+# The mask makes text generation cheap: when a new token arrives, nothing changes for the earlier ones. We demonstrate
+# this on sixteen squares of the photograph, from left to right. The queries and keys are their colours, as in step 2.
+# We run attention on the first 4, the first 8, and all 16.
 
 # %%
 row, first, last = 11, 7, 23
@@ -83,8 +84,8 @@ for n in (4, 8):
     assert difference < 1e-14
 
 # %% [markdown]
-# In each map below, row $i$ says what token $i$ takes from the tokens above the map: yellow is everything, dark is
-# little, grey is forbidden. A smaller map is the corner of the next one, inside the orange frame.
+# In each map below, row $i$ shows what token $i$ takes from the tokens above the map. Yellow means everything, dark
+# means little, and grey means forbidden. Each smaller map is the corner of the next one, inside the orange frame.
 
 # %% alt="Three triangular attention maps for 4, 8 and 16 tokens; each is the top left corner of the next"
 figure, panels = plt.subplots(2, 3, figsize=(6.4, 2.9), height_ratios=(1, 8), sharex="col", layout="constrained")
@@ -106,5 +107,5 @@ figure.supxlabel("token that is taken from", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# Images need no such rule: a square may look at squares to its right. So a Vision Transformer leaves the mask away.
-# Next: attention becomes a block, and blocks are put on top of each other.
+# Images need no such rule: a square may look at squares to its right. So a Vision Transformer uses no mask. Next,
+# attention becomes part of a block, and blocks are stacked.

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # 5. The residual block
 #
-# Attention moves information between tokens, but it only mixes. To *work* on what a token has collected, a small
-# network follows, the same for each token on its own: a linear map to a larger width, ReLU (which replaces negative
-# numbers by 0), and a linear map back. It is called the **feed-forward network**:
+# Attention moves information between tokens, but it only mixes. A small network then *works* on what each token has
+# collected. It treats every token separately and in the same way. It has a linear map to a larger width, ReLU (which
+# replaces negative numbers by 0), and a linear map back. It is called the **feed-forward network**:
 #
 # $$\mathrm{ffn}(x) = \max(0, \; x W_1^\top + b_1) \, W_2^\top + b_2$$
 #
-# Neither replaces the tokens. Each is *added* to them, which is called a **residual connection**:
+# Neither of the two replaces the tokens. Their outputs are *added* to the tokens. This is called a **residual
+# connection**:
 #
 # $$x \leftarrow x + \mathrm{attention}(x) \qquad\qquad x \leftarrow x + \mathrm{ffn}(x)$$
 #
@@ -27,15 +28,14 @@ from hf_vit_scratch.model import reference
 
 def residual_block(x, heads, w_o, ffn):
     w_1, b_1, w_2, b_2 = ffn
-    x = x + reference.multi_head_attention(x, heads, w_o)[0]  # that of step 3
+    x = x + reference.multi_head_attention(x, heads, w_o)[0]  # as in step 3
     return x + np.maximum(x @ w_1.T + b_1, 0) @ w_2.T + b_2
 
 
 # %% [markdown]
 # ## Matrices and PyTorch, side by side
 #
-# Everything up to here was written with matrices alone. A deep learning library has the same parts under names of its
-# own:
+# So far, we have used matrices alone. A deep learning library has the same parts under its own names:
 #
 # | with matrices | in PyTorch |
 # | --- | --- |
@@ -63,7 +63,7 @@ class ResidualBlock(nn.Module):
 
 
 # %% [markdown]
-# Six blocks with random numbers in every matrix and bias, the same numbers in both, on 24 tokens of width 32:
+# We compare six blocks on 24 tokens of width 32. Every matrix and bias holds random numbers, the same in both versions:
 
 # %%
 torch.manual_seed(0)
@@ -110,14 +110,15 @@ panels[0].set_ylabel("24 tokens")
 plt.show()
 
 # %% [markdown]
-# What is left is rounding: a 64-bit number has about 16 digits, and the two ways add in another order.
+# The remaining difference is rounding: a 64-bit number has about 16 digits, and the two versions add in a different
+# order.
 #
 # ## Why add?
 #
 # What if each block replaced the tokens instead of adding to them? Attention takes means, and a mean of means of means
-# is the same for everybody. We can measure how alike the tokens are, by the mean cosine of the angle between two of
-# them: 0 for unrelated, 1 for the same direction. The matrices are random, about as large as those with which the
-# training of a Vision Transformer starts.
+# is nearly the same for all tokens. We measure how similar the tokens are by the mean cosine of the angle between two
+# of them: 0 for unrelated tokens, 1 for the same direction. The matrices are random. They are about as large as at the
+# start of the training of a Vision Transformer.
 
 
 # %%
@@ -152,6 +153,6 @@ axes.grid(alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# Without the addition, the first layers make all tokens the same, and what distinguished them is lost. With it, the
-# tokens grow alike only slowly: each stays itself and takes up something new in each layer. Next we leave toy tokens:
-# how does an image become tokens?
+# Without the addition, the first layers make all tokens the same, and their differences are lost. With it, the tokens
+# become similar only slowly. Each token keeps its content and adds something new in each layer. Next, we leave toy
+# tokens and ask: how does an image become tokens?

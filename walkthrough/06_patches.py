@@ -2,9 +2,9 @@
 # # 6. Patches
 #
 # A transformer takes a list of vectors. A photograph is a grid of pixels. The idea of the Vision Transformer
-# (Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words") is as plain as can be: cut the photograph into squares of
-# 16 by 16 pixels, the **patches**, and let each be one token. A patch has 3 colours times 16 times 16 pixels, so 768
-# numbers, and an image of 224 by 224 pixels has 14 times 14, so 196 patches.
+# (Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words") is simple. Cut the photograph into squares of 16 by 16
+# pixels, the **patches**, and make each patch one token. A patch has 3 colours times 16 times 16 pixels, which is 768
+# numbers. An image of 224 by 224 pixels has 14 times 14 patches, which is 196.
 
 # %%
 import matplotlib.pyplot as plt
@@ -19,7 +19,7 @@ from hf_vit_scratch.model import reference
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
 image = np.asarray(photograph).transpose(2, 0, 1) / 255  # (3, 224, 224): colour, row, column
-image = (image - 0.5) / 0.5  # from -1 to 1, as networks like it
+image = (image - 0.5) / 0.5  # from -1 to 1, as usual for networks
 
 
 def extract_patches(image, size):
@@ -50,13 +50,13 @@ plt.show()
 # %% [markdown]
 # ## The embedding
 #
-# The 768 numbers of a patch are then multiplied by one matrix $E$, the same for all patches, which makes the token:
+# One matrix $E$, the same for all patches, then multiplies the 768 numbers of a patch. The result is the token:
 #
 # $$\mathrm{token} = E \, \mathrm{patch} + b$$
 #
-# This is the **patch embedding**. Libraries write it as a convolution whose stride is as large as its kernel: it puts
-# its kernel on each patch once, multiplies and adds up, which is the same thing. With random numbers for $E$ and $b$
-# and a width of 768:
+# This is the **patch embedding**. Libraries implement it as a convolution whose stride equals its kernel size. It
+# places the kernel on each patch once, multiplies, and adds up, which is the same computation. We compare the two with
+# random numbers for $E$ and $b$ and a width of 768:
 
 # %%
 torch.manual_seed(0)
@@ -76,10 +76,10 @@ assert np.abs(tokens - by_reference).max() < 1e-12
 # %% [markdown]
 # ## What it does to a photograph
 #
-# Each row of $E$ has 768 numbers, as many as a patch has, so it is itself a small picture, called a **filter**. The
-# token's entry says how much of that filter is in the patch. A trained network learns its filters. We have no training
-# yet, but we can take the best ones for this one photograph in a certain sense: its principal components, which keep
-# as much of the patches as any matrix with that many rows can.
+# Each row of $E$ has as many numbers as a patch, 768. So it is itself a small picture, called a **filter**. The
+# corresponding entry of the token says how much of that filter is in the patch. A trained network learns its filters.
+# We have not trained anything yet. Instead, we take filters that are optimal for this photograph in one sense: its
+# principal components. They preserve as much of the patches as any matrix with that many rows can.
 
 # %%
 mean = patches.mean(axis=0)
@@ -95,8 +95,8 @@ kept = 1 - ((patches - mean - tokens @ matrix) ** 2).sum() / ((patches - mean) *
 print(f"4 of 768 numbers for each patch keep {100 * kept:.0f}% of the variance of this photograph")
 
 # %% [markdown]
-# Above, the first four filters. Below each of them, what it finds: one entry of all 196 tokens, laid out like the
-# photograph. Yellow is a large number, blue a negative one.
+# The upper row shows the first four filters. Below each filter is its response: one entry of all 196 tokens, in the
+# layout of the photograph. Yellow is a large number, and blue is a negative one.
 
 # %% alt="Four filters of 16 by 16 pixels, and below each the map of its response over the temple photograph"
 figure, panels = plt.subplots(2, 5, figsize=(6.4, 3.1), layout="constrained")
@@ -114,7 +114,6 @@ for panel in panels.flat:
 plt.show()
 
 # %% [markdown]
-# The first filter separates bright from dark, and so the sky from the temple; the second answers to edges between
-# above and below, such as the roofs; the third to edges between left and right. A patch has become a short list of
-# answers to such questions, and that list is the token. But where in the photograph a patch was, its token does not
-# say. That is the next step.
+# The first filter separates bright from dark, and so the sky from the temple. The second responds to horizontal edges,
+# such as the roofs. The third responds to vertical edges. A patch has become a short list of such responses, and this
+# list is the token. But the token does not say where in the photograph the patch was. That is the next step.

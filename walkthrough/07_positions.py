@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7. Positions
 #
-# Attention compares every token with every other, and takes a sum. A sum has no order. If the patches of a photograph
-# are shuffled, attention gives each patch the same output as before, only in the shuffled order. To a transformer as
-# we have it now, these two photographs are the same bag of patches:
+# Attention compares every token with every other token and takes a sum. A sum has no order. If the patches of a
+# photograph are shuffled, attention gives each patch the same output as before, only in the shuffled order. Our
+# transformer cannot yet tell these two photographs apart. Both are the same bag of patches:
 
 # %%
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ from hf_vit_scratch.model.modeling_vit_scratch import sincos2d_positions
 
 photograph = Image.fromarray(load_sample_image("china.jpg")).crop((60, 0, 487, 427)).resize((224, 224))
 image = np.asarray(photograph).transpose(2, 0, 1) / 255
-patches = reference.extract_patches(image, (16, 16))  # (196, 768), that of step 6
+patches = reference.extract_patches(image, (16, 16))  # (196, 768), as in step 6
 order = np.random.default_rng(0).permutation(196)
 
 
@@ -33,7 +33,7 @@ for panel, title, shown in zip(panels, ("in order", "shuffled"), (patches, patch
 plt.show()
 
 # %% [markdown]
-# That is a claim, so it is checked: attention on shuffled patches equals the shuffled output of attention.
+# We check this claim: attention on shuffled patches equals the shuffled output of attention.
 
 # %%
 rng = np.random.default_rng(0)
@@ -47,13 +47,14 @@ print(f"largest difference: {difference:.0e}")
 assert difference < 1e-12
 
 # %% [markdown]
-# The remedy: add to each token a vector that says where it is, its **position embedding**. Then the same patch at
-# another place is another token, and queries and keys can ask for places too, as the second and third head of step 3
-# did.
+# The solution is to add a vector to each token that says where it is, its **position embedding**. Then the same patch
+# at another place is a different token. Queries and keys can also ask for places, as the second and third head of step
+# 3 did.
 #
-# What should the vectors be? The Vision Transformer *learns* them: a table with one row for each place, which starts
-# with small random numbers. Others are fixed, with no need to learn: sines and cosines of the column $x$ and the row
-# $y$, at many frequencies $\omega$, so that some entries tell neighbours apart and others tell left from right:
+# What should the vectors be? The Vision Transformer *learns* them. It has a table with one row for each place, which
+# starts with small random numbers. Other position embeddings are fixed and need no learning. They are sines and cosines
+# of the column $x$ and the row $y$, at many frequencies $\omega$. So some entries tell neighbours apart, and others
+# tell left from right:
 #
 # $$p(x, y) = [\sin(x \omega), \; \cos(x \omega), \; \sin(y \omega), \; \cos(y \omega)] \quad
 # \mathrm{for} \; \omega \; \mathrm{from} \; 1 \; \mathrm{to} \; 1 / 10000$$
@@ -80,8 +81,8 @@ print(f"with positions, shuffling now matters: difference {difference:.1f}")
 assert difference > 0.1
 
 # %% [markdown]
-# How alike are the vectors of two places? Each small map below belongs to one place and lies there. It shows the
-# cosine of the angle between the vector of its own place and those of all 14 by 14 places.
+# How similar are the vectors of two places? Each small map below belongs to one place and is drawn at that place. It
+# shows the cosine of the angle between the vector of its own place and those of all 14 by 14 places.
 
 # %% alt="Five by five small maps; in each, the bright spot lies at the place to which the map belongs"
 lengths = np.linalg.norm(table, axis=1)
@@ -99,7 +100,7 @@ figure.colorbar(shown, ax=panels, label="likeness of two places", shrink=0.8)
 plt.show()
 
 # %% [markdown]
-# Near places have like vectors, and so do places in the same row or column. One token is still missing. At the end
-# somebody must say what the whole image shows, and no patch is fit for that. So one more token is put before the
-# patches, the **class token**. It starts the same for every image, and collects what the patches have to say. 196
-# patches and one class token: that is why step 2 had 197 tokens. Now everything is there for the encoder.
+# Nearby places have similar vectors, and so do places in the same row or column. One token is still missing. At the
+# end, one token must describe the complete image, and no single patch is suited for this. So one more token is placed
+# before the patches, the **class token**. It starts the same for every image and collects information from the patches.
+# There are 196 patches and one class token, so step 2 had 197 tokens. Now we have everything for the encoder.

@@ -3,22 +3,23 @@
 #
 # The layers of a Vision Transformer are the residual blocks of step 5, with two changes.
 #
-# **GELU** takes the place of ReLU. It does nearly the same, but bends smoothly at 0: $\mathrm{gelu}(x) = x \,
-# \Phi(x)$, where $\Phi(x)$ is the probability that a standard normal number is below $x$. The feed-forward network
-# with GELU is called the **MLP** (multi-layer perceptron).
+# **GELU** replaces ReLU. It does nearly the same, but bends smoothly at 0: $\mathrm{gelu}(x) = x \, \Phi(x)$. Here,
+# $\Phi(x)$ is the probability that a standard normal number is below $x$. The feed-forward network with GELU is called
+# the **MLP** (multi-layer perceptron).
 #
-# **Layer normalisation** keeps numbers in bounds. It shifts and scales each token to mean 0 and variance 1, and then
-# lets the network choose a scale $\gamma$ and a shift $\beta$ for each of the $d$ entries:
+# **Layer normalisation** keeps numbers in bounds. It shifts and scales each token to mean 0 and variance 1. The network
+# then chooses a scale $\gamma$ and a shift $\beta$ for each of the $d$ entries:
 #
 # $$\mathrm{LN}(x) = \gamma \, \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} + \beta$$
 #
-# Where does it go? There are two answers. The first transformer, and BERT after it, normalise *after* the addition:
-# **post-LN**. The Vision Transformer normalises *before* each branch and leaves the sum alone: **pre-LN**.
+# Where is the norm placed? There are two answers. The first transformer, and BERT after it, normalise *after* the
+# addition. This is called **post-LN**. The Vision Transformer normalises *before* each branch and does not change the
+# sum. This is called **pre-LN**.
 #
 # $$\mathrm{post\text{-}LN:} \quad x \leftarrow \mathrm{LN}(x + f(x)) \qquad\qquad
 # \mathrm{pre\text{-}LN:} \quad x \leftarrow x + f(\mathrm{LN}(x))$$
 #
-# Here $f$ is the attention, and then the MLP.
+# Here, $f$ is first the attention and then the MLP.
 
 # %%
 import inspect
@@ -54,7 +55,7 @@ def encoder_layer(x, p, num_heads, norm_first, eps):
 
     def attention(x):
         q, k, v = (np.split(linear(f"attention.{letter}_proj", x), num_heads, axis=-1) for letter in "qkv")
-        outputs = [reference.attention(*head)[0] for head in zip(q, k, v, strict=True)]  # that of step 2
+        outputs = [reference.attention(*head)[0] for head in zip(q, k, v, strict=True)]  # as in step 2
         return linear("attention.o_proj", np.hstack(outputs))
 
     def mlp(x):
@@ -68,16 +69,16 @@ def encoder_layer(x, p, num_heads, norm_first, eps):
 
 
 # %% [markdown]
-# Now the same layer in PyTorch, as this package has it. Dropout switches random numbers off in training, and drop path
-# whole branches; both do nothing when the model is used.
+# This is the same layer in PyTorch, from this package. In training, dropout sets random numbers to 0, and drop path
+# does so with complete branches. Both do nothing when the model is used.
 
 # %%
 print(textwrap.dedent(inspect.getsource(ViTScratchLayer.forward)))
 
 # %% [markdown]
-# Three implementations, the two above and PyTorch's own `nn.TransformerEncoderLayer`, get the same random numbers for
-# every parameter, scales and shifts included. (With scales of 1 and shifts of 0, as at the start of training, a
-# comparison would not notice two norms in each other's place.) They agree in both styles.
+# We compare three implementations: the two above and PyTorch's own `nn.TransformerEncoderLayer`. All get the same
+# random numbers for every parameter, including scales and shifts. (Training starts with scales of 1 and shifts of 0.
+# With these, a comparison would not notice if two norms were swapped.) The implementations agree in both styles.
 
 # %%
 sizes = {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 384, "layer_norm_eps": 1e-6}
@@ -121,10 +122,10 @@ for norm_first in (False, True):
     assert max(differences) < 1e-11
 
 # %% [markdown]
-# What difference does the place of the norm make? Below is the size of the tokens (the root of the mean square of
-# their entries) after each of 24 layers, before any training. Post-LN makes it 1 after every layer. Pre-LN adds up all
-# that the layers have said and lets the sum grow; that is why it needs one last norm at the end of the stack, and why
-# the first layers still have a direct way to the output, which makes deep stacks easier to train.
+# What difference does the place of the norm make? The plot below shows the size of the tokens (the root of the mean
+# square of their entries) after each of 24 layers, before any training. With post-LN, it is 1 after every layer. Pre-LN
+# adds up the outputs of all layers and lets the sum grow. So it needs one last norm at the end of the stack. The first
+# layers still have a direct path to the output, which makes deep stacks easier to train.
 
 # %%
 pixels = torch.randn(4, 3, 64, 64)
@@ -132,7 +133,7 @@ token_sizes = {}
 for norm_first in (False, True):
     torch.manual_seed(0)
     config = ViTScratchConfig.from_variant("Ti/8", image_size=64, num_hidden_layers=24, norm_first=norm_first)
-    config.initializer_range = 0.1  # larger than usual, so that every layer says something that can be seen
+    config.initializer_range = 0.1  # larger than usual, so that every layer has a visible effect
     with torch.no_grad():
         hidden_states = ViTScratchModel(config).eval()(pixels, output_hidden_states=True).hidden_states
     token_sizes[norm_first] = [states.pow(2).mean().sqrt().item() for states in hidden_states]
@@ -154,4 +155,4 @@ plt.show()
 
 # %% [markdown]
 # The encoder is complete. Two famous models have exactly these layers, one in each style. The next two steps show that
-# ours computes what they compute.
+# our model computes the same results.

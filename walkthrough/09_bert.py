@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 9. BertModel = ours
 #
-# BERT (Devlin et al. 2019) is a transformer for text, with a post-LN encoder. Its layers do not know that their tokens
-# are words. Give it a class token and the patches of an image instead of word vectors, and it is a Vision Transformer;
-# a well-known tutorial trains it in just this way on CIFAR-10, a collection of small photographs. It takes images of
-# 32 by 32 pixels, patches of 4 by 4, tokens of width 256, 12 layers and 8 heads.
+# BERT (Devlin et al. 2019) is a transformer for text with a post-LN encoder. Its layers do not know that their tokens
+# are words. With a class token and the patches of an image instead of word vectors, it is a Vision Transformer. A
+# well-known tutorial trains it in this way on CIFAR-10, a collection of small photographs. It uses images of 32 by 32
+# pixels, patches of 4 by 4, tokens of width 256, 12 layers and 8 heads.
 #
-# Here it is, with the `BertModel` of the library transformers:
+# This code builds it from the `BertModel` of the transformers library:
 
 # %%
 import copy
@@ -36,7 +36,7 @@ bert = BertModel(config, add_pooling_layer=False)
 convolution = nn.Conv2d(3, 256, kernel_size=4, stride=4)
 cls_token = torch.randn(256) / 256**0.5
 for module in (bert, convolution):
-    randomize_(module, std=0.05).double().eval()  # every parameter, so that none can hide
+    randomize_(module, std=0.05).double().eval()  # every parameter, so that each one counts
 
 
 def encode(pixels):
@@ -46,8 +46,8 @@ def encode(pixels):
 
 
 # %% [markdown]
-# And here is ours. `from_bert` builds our model and copies each of BERT's parameters to its place. No weight is
-# trained; all are random.
+# Now we build ours. `from_bert` creates our model and copies each of BERT's parameters to its place. All weights are
+# random, and none is trained.
 
 # %%
 ours = from_bert(bert, convolution, cls_token.double())
@@ -76,9 +76,12 @@ assert max(by_layer) < 1e-12
 assert of_maps < 1e-12
 
 # %% [markdown]
-# Agreement is worth as much as the power of the test to see disagreement. So we plant three faults in copies of our
-# model, one at a time: an activation that is nearly GELU (its usual approximation by a hyperbolic tangent), one layer
-# of twelve without one of its biases, and one layer with its two norms in each other's place.
+# A comparison proves something only if it would detect a fault. So we plant three faults in copies of our model, one at
+# a time:
+#
+# - an activation that is nearly GELU (its usual approximation by a hyperbolic tangent);
+# - one of the twelve layers without one of its biases;
+# - one layer with its two norms swapped.
 
 # %%
 faults = {"no fault": ours}
@@ -101,8 +104,8 @@ for name, curve in curves.items():
     assert name == "no fault" or max(curve) > 1e-6
 
 # %% [markdown]
-# The difference from BERT after every layer, on a scale in which each line is a hundred times the one below it. A
-# fault shows from the layer in which it lies.
+# The plot shows the difference from BERT after every layer. On its scale, each line is a hundred times the one below
+# it. A fault is visible from its layer on.
 
 # %% alt="Differences from BERT by layer: about 1e-14 without a fault; from the layer of a fault on, above 1e-4"
 figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -122,4 +125,5 @@ axes.legend(ncols=2, loc="upper left", fontsize=9, frameon=False)
 plt.show()
 
 # %% [markdown]
-# Without a fault the two models differ by rounding and nothing else. Next, the other style, and a model of full size.
+# Without a fault, the two models differ only by rounding. The next step shows the other style, and a model of full
+# size.

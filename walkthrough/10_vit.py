@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 10. ViT-B/16 = ours
 #
-# ViT-B/16 is the Vision Transformer of the paper, in its base size: patches of 16 by 16 pixels, tokens of width 768,
-# 12 layers, 12 heads, an MLP four times as wide as the tokens. All the pieces are known by now. Put together, they are
-# one page:
+# ViT-B/16 is the Vision Transformer of the paper, in its base size. It has patches of 16 by 16 pixels, tokens of width
+# 768, 12 layers, 12 heads, and an MLP four times as wide as the tokens. You know all its parts by now. This is how they
+# fit together:
 #
 # | step | shape for one photograph |
 # | --- | --- |
@@ -17,9 +17,9 @@
 # | the class token alone | 768 |
 # | one linear layer, the classifier | 1000 scores, one for each class |
 #
-# We compare three implementations on the photograph of the temple: the `ViTModel` of the library transformers, ours in
-# PyTorch, and the reference in NumPy, which is made of the functions of steps 1 to 8. All 86 million numbers are
-# random.
+# We compare three implementations on the photograph of the temple: the `ViTModel` of the transformers library, ours in
+# PyTorch, and the reference in NumPy. The reference consists of the functions of steps 1 to 8. All 86 million
+# parameters are random.
 
 # %%
 import matplotlib.pyplot as plt
@@ -55,7 +55,7 @@ by_numpy, last_by_numpy, _ = reference.vit(
 )
 
 # %% [markdown]
-# The tokens after the embeddings, after each of the twelve layers, and after the last norm:
+# We compare the tokens after the embeddings, after each of the twelve layers, and after the last norm:
 
 # %%
 print("                  size of entries   ours - transformers   ours - NumPy")
@@ -71,8 +71,8 @@ for stage, tokens, (by_transformers, by_reference) in zip(stages, mine, others, 
     assert from_numpy <= 1e-12 * size
 
 # %% [markdown]
-# Equal, up to rounding. Where do all these parameters sit? We add the classifier for the 1000 classes of ImageNet and
-# count. The sum is the 86,567,656 that is known of this model.
+# They are equal, up to rounding. Where are all these parameters? We add the classifier for the 1000 classes of ImageNet
+# and count. The sum is 86,567,656, the known number of this model.
 
 # %%
 with torch.device("meta"):  # shapes alone, no numbers
@@ -103,5 +103,5 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Two thirds are in the MLPs and one third in the attention; the part that knows of images, the patch embedding, is
-# less than one in a hundred. So far every number was random. Next: how they become useful.
+# Two thirds are in the MLPs and one third is in the attention. The patch embedding, the only part that is specific to
+# images, has less than one in a hundred. So far, every number was random. The next step makes them useful.

@@ -3,15 +3,15 @@
 #
 # A model with random parameters gives random answers. Training changes the parameters little by little:
 #
-# 1. Show the model a few images whose classes are known, a *batch*.
-# 2. Measure how wrong it is. The usual measure, the **cross-entropy loss**, takes the share that softmax (step 1)
+# 1. Show the model a *batch*: a few images whose classes are known.
+# 2. Measure how wrong it is. The usual measure is the **cross-entropy loss**. It takes the share that softmax (step 1)
 #    gives to the right class: $\mathrm{loss} = -\log(\mathrm{share})$. It is 0 when the model is certain and right.
-# 3. Compute in which direction each parameter would have to move to make the loss smaller. That is the *gradient*, and
-#    PyTorch finds it on its own.
-# 4. Move every parameter a small step in that direction, and begin again.
+# 3. Compute in which direction each parameter must move to reduce the loss. This is given by the *gradient*, which
+#    PyTorch computes.
+# 4. Move every parameter a small step in that direction, and repeat.
 #
-# scikit-learn brings 1,797 handwritten digits of 8 by 8 pixels. That is small enough to train on while you wait. We
-# keep 360 digits aside for the test, and 180 for looking at while we train.
+# scikit-learn ships 1,797 handwritten digits of 8 by 8 pixels. This is small enough to train on while you wait. We set
+# 360 digits aside for the test, and 180 to watch the progress of training.
 
 # %%
 import tempfile
@@ -34,8 +34,8 @@ torch.manual_seed(0)
 test, validation, train = torch.randperm(len(pixels)).split((360, 180, 1257))
 
 # %% [markdown]
-# The model is the Vision Transformer of step 10 in small: patches of 2 by 2 pixels, so 16 of them, tokens of width 64,
-# three pre-LN layers with four heads.
+# The model is a small version of the Vision Transformer of step 10. It has patches of 2 by 2 pixels, so 16 patches,
+# tokens of width 64, and three pre-LN layers with four heads.
 
 # %%
 config = ViTScratchConfig(
@@ -67,12 +67,11 @@ def accuracy(split):
 
 
 before = accuracy(validation)
-print(f"right before training: {100 * before:.0f}% of the digits kept for looking")
+print(f"right before training: {100 * before:.0f}% of the validation digits")
 
 # %% [markdown]
-# And this is the training. AdamW is the usual way of making the steps: it gives each parameter a step size of its own.
-# The schedule lets the step size rise at first and then fall to nearly 0. An *epoch* is one pass over all training
-# images.
+# This is the training. AdamW is the usual method for the steps. It gives each parameter its own step size. The schedule
+# lets the step size rise at first and then fall to nearly 0. An *epoch* is one pass over all training images.
 
 # %%
 epochs, batch_size = 12, 32
@@ -113,7 +112,8 @@ for panel in (left, right):
 plt.show()
 
 # %% [markdown]
-# Which test digits does it get wrong? Under each is what it says, and in brackets what the writer meant.
+# Which test digits does the model get wrong? Below each digit is the model's answer and, in brackets, the digit that
+# the writer meant.
 
 # %% alt="Test digits that the model takes for another, each with its answer and, in brackets, what was meant"
 answers = predict(pixels[test])
@@ -132,6 +132,6 @@ for panel, index in zip(panels.flat, shown, strict=False):
 plt.show()
 
 # %% [markdown]
-# Every line of that loop is plain, and a real training needs much that it has not: images that are varied at random
-# (augmentation), a way to go on after an interruption, many devices, records. The script `train.py` of this package
-# does all that. The last step looks into the model that we have just trained.
+# Every line of this loop is simple, but real training needs more: random changes of the images (augmentation), a way to
+# resume after an interruption, many devices, and records. The script `train.py` of this package does all of this. The
+# last step looks into the model that we have just trained.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 12. Looking inside
 #
-# The model of step 11 reads digits. How? Its attention weights are numbers that we can look at: for each layer, each
-# head and each token, what share it takes from each other token.
+# The model of step 11 reads digits. How does it do this? We can look at its attention weights. For each layer, head and
+# token, they say what share the token takes from each other token.
 
 # %%
 import runpy
@@ -26,7 +26,7 @@ if not (folder / "test.pt").exists():  # train as in step 11
 model = ViTScratchForImageClassification.from_pretrained(folder).eval()
 
 digits = load_digits()
-test = torch.load(folder / "test.pt")  # of which the model has seen none
+test = torch.load(folder / "test.pt")  # the model has seen none of them
 pixels = torch.tensor(digits.images, dtype=torch.float32)[test, None] / 8 - 1
 labels = torch.tensor(digits.target)[test]
 with torch.no_grad():
@@ -38,8 +38,8 @@ print("images, layers, heads, tokens, tokens:", tuple(maps.shape))
 assert (maps.sum(dim=-1) - 1).abs().max() < 1e-5  # 32-bit numbers have about 7 digits
 
 # %% [markdown]
-# The class token comes first, and its row says what it takes from each of the 16 patches. Here it is for one digit, in
-# each of the three layers and four heads: the brighter a patch, the more is taken from it.
+# The class token comes first. Its row says what it takes from each of the 16 patches. The plot shows this row for one
+# digit, in each of the three layers and four heads. The brighter a patch, the more the class token takes from it.
 
 # %% alt="A handwritten digit, and twelve copies of it, each with the patches brightened that one head attends to"
 index = ((answers == 3) & (labels == 3)).nonzero()[0].item()
@@ -64,11 +64,11 @@ figure.colorbar(shown, ax=panels, label="share", shrink=0.8)
 plt.show()
 
 # %% [markdown]
-# Twelve maps are too many to read. There are ways to sum them up in one; here are two.
+# Twelve maps are too many to read. Here are two ways to summarise them in one map.
 #
 # **Attention rollout** (Abnar and Zuidema 2020) follows the information from layer to layer. A layer mixes the tokens
-# by its weights $A$ (the mean of its heads), and the residual connection keeps what was there; say half of each. The
-# product over the layers tells what share of each patch has arrived in the class token:
+# by its weights $A$ (the mean of its heads), and the residual connection keeps what was there. Rollout assumes half of
+# each. The product over the layers says what share of each patch has arrived in the class token:
 #
 # $$R = \prod_{\mathrm{layers}} \frac{A + I}{2}$$
 
@@ -82,12 +82,11 @@ print(f"rollout {tuple(rollout.shape)}; largest difference from the package: {di
 assert difference < 1e-6
 
 # %% [markdown]
-# Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021) does: it multiplies each
-# weight by the gradient of the score of that class, and keeps what is positive, so what speaks *for* the class.
+# Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021) does. It multiplies each
+# weight by the gradient of the score of that class. It keeps the positive values, which support the class.
 #
-# Is that so? It can be tried. Paint the four patches white that are said to matter most for the model's answer, for
-# each test digit, and see how often the answer is still right. Then the same with the four that are said to matter
-# least.
+# We can test this. For each test digit, we blank out the four patches that matter most for the model's answer according
+# to the map. Then we count how often the answer is still right. We repeat this with the four patches that matter least.
 
 # %%
 relevance = attention_maps.class_attention(model, pixels)  # (images, 4, 4), for the class that the model answers
@@ -111,8 +110,8 @@ for name, share in right.items():
 assert right["without the four most"] < right["without the four least"] - 0.1
 
 # %% [markdown]
-# So the maps mean something. Here they are for five test digits: above, the digit; in the middle, rollout; below,
-# class attention for the answer that the model gives.
+# So the maps are meaningful. Here they are for five test digits. The upper row shows the digit, the middle row shows
+# rollout, and the lower row shows class attention for the model's answer.
 
 # %% alt="Five digits, and below each its rollout map and its class attention map, bright on the strokes that matter"
 chosen = [((answers == digit) & (labels == digit)).nonzero()[0].item() for digit in (0, 2, 3, 5, 9)]
@@ -130,9 +129,9 @@ for line, (name, images) in zip(panels, rows.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# The bright patches lie on the strokes, and often where this digit differs from others. The maps say where the model
-# looks; that it would be right for the right reasons, they do not prove.
+# The bright patches lie on the strokes, often where this digit differs from others. The maps show where the model
+# looks. They do not prove that it is right for the right reasons.
 #
-# These twelve steps are a whole Vision Transformer; only the gradients were left to PyTorch. A larger one has more
-# layers, wider tokens and more images to learn from, and no other parts. To train one on images of your own, begin
-# with `python train.py --help` in the folder of this package.
+# These twelve steps are a complete Vision Transformer. Only the gradients were left to PyTorch. A larger model has more
+# layers, wider tokens and more images to learn from, but no other parts. To train one on your own images, start with
+# `python train.py --help` in the folder of this package.

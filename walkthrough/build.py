@@ -1,8 +1,8 @@
-"""Run the walkthrough, and write it as notebooks and as one page of HTML that needs no network.
+"""Run the walkthrough, and write it as notebooks and as one HTML page that needs no network.
 
     python walkthrough/build.py --output_dir runs/walkthrough
 
-It stops at the first cell that fails, and so at the first claim of equality that does not hold.
+The script stops at the first cell that fails. So it stops at the first claimed equality that does not hold.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from pygments.formatters import HtmlFormatter
 FOLDER = Path(__file__).parent
 STEPS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 TITLE = "From a matrix to a Vision Transformer"
-TIMEOUT_SECONDS = 600  # of one cell
-# What makes a browser fetch something; a link to follow (`<a href>`) does not.
+TIMEOUT_SECONDS = 600  # for one cell
+# HTML that makes a browser fetch something. Links (`<a href>`) do not.
 REQUESTS = re.compile(
     r"""<(?:script|iframe|link|object|embed)\b[^>]*>|<[^>]*\bsrc(?:set)?=["']?(?!["']?data:)[^>]*>|@import[^;]*|"""
     r"""\burl\(["']?(?!["']?data:)[^)]*\)"""
 )
 
-# Every step starts in an empty namespace. All share one process, since importing the libraries takes longer than most
-# steps. Pictures have two pixels for each of the page's, and the size that the code gives them.
+# Every step starts in an empty namespace. All steps share one process, because importing the libraries takes longer than
+# most steps. Pictures have the size that the code gives them, with two pixels for each pixel of the page.
 PREPARE = """import warnings
 warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars with ipywidgets
 %reset -f
@@ -42,7 +42,7 @@ warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its 
 %config InlineBackend.figure_formats = ["retina"]
 %config InlineBackend.print_figure_kwargs = {"bbox_inches": None}"""
 
-# The code that draws a picture is folded away; such a cell is known by its alternative text.
+# Fold the code of cells that draw a picture. Such a cell has an alternative text.
 CELLS = """{%- extends "basic/index.html.j2" -%}
 {% block input %}{% if cell.metadata.alt %}<details><summary>code of the picture</summary>{{ super() }}</details>
 {% else %}{{ super() }}{% endif %}{% endblock %}"""
@@ -53,11 +53,11 @@ class StepError(Exception):
 
 
 class PageError(Exception):
-    """The page is not what it should be."""
+    """The page breaks a rule of `check_page`."""
 
 
 def read_step(path: Path) -> NotebookNode:
-    """A step as a notebook, not yet executed. Its cells have fixed names, so that a rebuilt notebook is the same."""
+    """Return a step as a notebook, not yet executed. Fixed cell ids make a rebuilt notebook identical."""
     notebook = jupytext.read(path, fmt="py:percent")
     for index, cell in enumerate(notebook.cells):
         cell.id = f"{path.stem[:2]}-{index}"
@@ -74,10 +74,10 @@ def execute(notebooks: dict[str, NotebookNode]) -> None:
     """Run notebooks one after the other, in place.
 
     Args:
-        notebooks: By the name of the step.
+        notebooks: Notebooks by the name of their step.
 
     Raises:
-        StepError: A cell failed, or wrote a warning; names the step and the cell.
+        StepError: A cell failed or wrote a warning. The message names the step and the cell.
     """
     run = nbformat.v4.new_notebook()
     for notebook in notebooks.values():
@@ -111,7 +111,7 @@ def execute(notebooks: dict[str, NotebookNode]) -> None:
 
 
 def to_html(notebook: NotebookNode) -> str:
-    """The cells of an executed notebook as HTML, its formulas as MathML, which browsers draw by themselves."""
+    """Return the cells of an executed notebook as HTML, with formulas as MathML, which browsers can draw."""
     notebook, formulas = nbformat.from_dict(notebook), []
 
     def keep(match: re.Match[str]) -> str:
@@ -130,7 +130,7 @@ def to_html(notebook: NotebookNode) -> str:
 
 
 def make_page(notebooks: dict[str, NotebookNode]) -> str:
-    """All executed notebooks as one page.
+    """Return all executed notebooks as one page.
 
     Raises:
         PageError: A picture has no alternative text, or the page would request something from elsewhere.
@@ -155,7 +155,7 @@ def make_page(notebooks: dict[str, NotebookNode]) -> str:
 
 
 def check_page(page: str) -> None:
-    """Make sure that a page stands alone.
+    """Check that a page needs nothing from elsewhere.
 
     Raises:
         PageError: A picture has no alternative text, or the page would request something from elsewhere.
@@ -168,7 +168,7 @@ def check_page(page: str) -> None:
 
 
 def build(steps: Sequence[Path], output_dir: Path) -> Path:
-    """Run steps and write their notebooks and the page; return the page's path."""
+    """Run steps, write their notebooks and the page, and return the path of the page."""
     notebooks = {path.stem: read_step(path) for path in steps}
     execute(notebooks)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def build(steps: Sequence[Path], output_dir: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/walkthrough"), metavar="DIR")
     args = parser.parse_args(argv)
