@@ -124,8 +124,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
         # though, is a misspelling that would otherwise be ignored in silence.
-        known = [field.name for field in fields(self)] + ["num_labels", "attn_implementation"]
-        known += ["out_features", "out_indices"]
+        known = [*(f.name for f in fields(self)), "num_labels", "attn_implementation", "out_features", "out_indices"]
         # What was set on a configuration later is saved with it and must load again; only a saved one has a version.
         for name in kwargs if self.transformers_version is None else ():
             match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -134,7 +133,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if kwargs.get("num_labels") is None:
             kwargs.pop("num_labels", None)
-        else:  # now, because transformers gives each a name, which takes forever for too many
+        else:  # first, because transformers gives each a name, which takes forever for too many
             NUM_LABELS.check("num_labels", kwargs["num_labels"])
         super().__post_init__(**kwargs)
         self.validate()
@@ -165,15 +164,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"variant must be one of {', '.join(VARIANTS)}, a slash and the patch size in pixels, such as 'S/16'; "
                 f"got {variant!r}."
             )
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size = VARIANTS[match[1]]
-        sizes = {
-            "patch_size": int(match[2]),
-            "hidden_size": hidden_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-            "intermediate_size": intermediate_size,
-        }
-        return cls(**sizes | overrides)
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        sizes = dict(zip(names, VARIANTS[match[1]], strict=True))
+        return cls(**{"patch_size": int(match[2])} | sizes | overrides)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration as transformers does, and the code, so that the model loads without this package.
@@ -257,22 +250,18 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                     f"image_size ({axis} {image}) must be divisible by patch_size ({axis} {patch}). "
                     f"{_nearest(image, patch)}"
                 )
-        if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be divisible by num_attention_heads "
-                f"({self.num_attention_heads})."
-            )
-        if self.position_embedding_type == "sincos2d" and (self.hidden_size % 4 != 0 or self.hidden_size < 8):
+        hidden_size, num_heads = self.hidden_size, self.num_attention_heads
+        if hidden_size % num_heads != 0:
+            raise ValueError(f"hidden_size ({hidden_size}) must be divisible by num_attention_heads ({num_heads}).")
+        if self.position_embedding_type == "sincos2d" and (hidden_size % 4 != 0 or hidden_size < 8):
             raise ValueError(
                 "position_embedding_type='sincos2d' needs a hidden_size that is a multiple of 4 and at least 8 (sines "
-                f"and cosines for each of two axes), got {self.hidden_size}."
+                f"and cosines for each of two axes), got {hidden_size}."
             )
-        head_dim = self.hidden_size // self.num_attention_heads
-        if self.position_embedding_type == "rope2d" and head_dim % 4 != 0:
+        if self.position_embedding_type == "rope2d" and hidden_size // num_heads % 4 != 0:
             raise ValueError(
                 "position_embedding_type='rope2d' needs hidden_size / num_attention_heads to be a multiple of 4 (two "
-                f"rotated halves for each of two axes), got {self.hidden_size} / {self.num_attention_heads} = "
-                f"{head_dim}."
+                f"halves for each of two axes), got {hidden_size} / {num_heads} = {hidden_size // num_heads}."
             )
 
 
