@@ -1,11 +1,14 @@
-"""What the way from a JPEG file to the device costs, part by part, in images per second.
+"""Measure how many images per second pass from a JPEG file to the device, part by part.
 
     python benchmarks/data_path.py --workers 0 1 2
 
-Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG, to 224 pixels, with RandAugment. Worker processes, if
-any, decode them; the rest is done for whole batches on the device. Small images: 32 by 32, with crops and flips,
-decoded again for each batch and kept on the device. One thread per process. Given are the medians of the rounds, all
-parts in turn in each, and quartiles.
+- Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG. They become 224 by 224 pixels, with RandAugment.
+  Worker processes, if any, decode them. All else happens in batches on the device.
+- Small images: 32 by 32 pixels, with crops and flips. They are either decoded again for each batch, or kept on the
+  device.
+
+Each process has one thread. Every round measures all parts in turn. The results are medians and quartiles of the
+rounds.
 """
 
 import argparse
@@ -34,19 +37,19 @@ from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler
 from hf_vit_scratch.speed.hardware import keep_freed_memory
 
-SECONDS = 3.0  # that each part is measured in a round
+SECONDS = 3.0  # for each part in a round
 BATCH = 64
 
 
 def jpeg(pixels: np.ndarray, quality: int) -> bytes:
-    """A JPEG file of (height, width, 3)."""
+    """Return pixels (height, width, 3) as a JPEG file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=quality)
     return file.getvalue()
 
 
 def rows(files: list[bytes], number: int) -> Dataset:
-    """A data set that holds these files again and again."""
+    """Return a dataset of `number` rows that repeats these files."""
     content = {
         "image": [{"bytes": file, "path": None} for file in itertools.islice(itertools.cycle(files), number)],
         "label": [place % 2 for place in range(number)],
@@ -57,7 +60,7 @@ def rows(files: list[bytes], number: int) -> Dataset:
 
 
 def batches(dataset: ImageClassificationDataset, workers: int, device: torch.device) -> Iterator[int]:
-    """Endless numbers of images, as the batches come from the loader and the transform that a Trainer would have."""
+    """Yield the size of each batch without end, loaded and transformed as in the Trainer."""
     sampler = EpochSampler(len(dataset), seed=0, batch_size=BATCH)
     loader: Any = DataLoader(
         dataset, BATCH, sampler=sampler, collate_fn=collate, num_workers=workers, persistent_workers=workers > 0
@@ -70,13 +73,13 @@ def batches(dataset: ImageClassificationDataset, workers: int, device: torch.dev
 
 
 def wait_for(pixels: torch.Tensor) -> int:
-    """Wait until pixels are there, and return how many images they are."""
+    """Wait until the device has computed pixels, and return the number of images."""
     pixels[-1, -1, -1, -1].item()
     return len(pixels)
 
 
 def loading(dataset: ImageClassificationDataset, workers: int, device: torch.device) -> float:
-    """Images per second of new worker processes, when what they had prepared before they were asked is used up."""
+    """Return the images per second of new worker processes, once their prefetched batches are used up."""
     loaded = batches(dataset, workers, device)
     for _ in range(1 + 4 * workers):
         next(loaded)
@@ -84,7 +87,7 @@ def loading(dataset: ImageClassificationDataset, workers: int, device: torch.dev
 
 
 def images_per_second(step: Callable[[], int]) -> float:
-    """Of calls that return how many images they did."""
+    """Return the images per second of a call that returns its number of images."""
     images, start = 0, time.perf_counter()
     while time.perf_counter() - start < SECONDS:
         images += step()
@@ -92,7 +95,7 @@ def images_per_second(step: Callable[[], int]) -> float:
 
 
 def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Callable[[], float]]]:
-    """What is measured, and its images per second."""
+    """Yield the name of each part, and a function that measures its images per second."""
     photographs = [jpeg(pixels, quality=90) for pixels in load_sample_images().images]
     augment = Augmentation(
         (224, 224),
@@ -110,7 +113,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     yield "photograph: decode", partial(images_per_second, decode)
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
-    files = rows(photographs, 2048)  # in one measurement no epoch ends, where workers would wait for each other
+    files = rows(photographs, 2048)  # enough that no epoch ends in a measurement: workers would wait for each other
     whole = ImageClassificationDataset(files, processor, [augment])
     mixed = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
     for number in workers:
@@ -150,11 +153,11 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure all parts, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as ViTTrainer does

@@ -1,17 +1,17 @@
-"""Choices of architecture, and of pretraining without labels, compared at equal computing time on CIFAR-10.
+"""Compare architectures, and pretraining without labels, at equal computing time on CIFAR-10.
 
     python benchmarks/equal_time.py architecture --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/architecture
     python benchmarks/equal_time.py pretraining --data uoft-cs/cifar10 --seeds 0 1 2 --output_dir runs/pretraining
 
-Each trial is `train.py` with the model and rates of `cifar10_cpu.yaml` for a number of steps. The time of a
-step is measured first, all choices in turn, round by round; a choice whose step costs more gets fewer steps. So trials
-on a machine that is not idle stay comparable, and seeds can run as several processes with one output folder, once it
-holds `costs.json` and the data.
+Each trial is a run of `train.py` with the model and rates of `cifar10_cpu.yaml`. The script first measures the time of
+a step, for all choices in turn, round by round. A choice whose step costs more gets fewer steps. So trials stay
+comparable on a machine that is not idle. Seeds can also run as several processes with one output folder, once it holds
+`costs.json` and the data.
 
-architecture: one thing is changed in the recipe's model; the accuracy is that of the validation split.
-pretraining: from random weights, against half of the steps on masked images of the whole training split and the rest
-on the labelled ones; with 1%, 10% and 100% of the labels. Nothing is chosen by it; the accuracy is that of the test
-split.
+- architecture: changes one thing in the recipe's model. Accuracy is measured on the validation split.
+- pretraining: compares random weights with pretrained ones, with 1%, 10% and 100% of the labels. Pretraining spends
+  half of the steps on masked images of the complete training split, and the rest on the labelled images. Nothing is
+  chosen by this comparison, so accuracy is measured on the test split.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import train  # noqa: E402  # it lies beside the package, not in it
+import train  # noqa: E402  # a script beside the package
 
 RECIPE = yaml.safe_load((ROOT / "src/hf_vit_scratch/recipes/cifar10_cpu.yaml").read_text(encoding="utf-8"))
 BF16 = bf16_is_fast("cpu")  # as `train.py` chooses
@@ -49,7 +49,7 @@ BATCH, SIZES = RECIPE["per_device_train_batch_size"], (RECIPE["initial_image_siz
 
 
 def add_layer_scale(model: ViTScratchForImageClassification) -> None:
-    """Scale each branch by channel, first by 0.1 (Touvron et al. 2021, https://arxiv.org/abs/2103.17239, eq. 4)."""
+    """Scale each branch by channel, starting at 0.1 (Touvron et al. 2021, https://arxiv.org/abs/2103.17239, eq. 4)."""
     for layer in cast(Iterable[ViTScratchLayer], model.vit.layers):
         for linear in (layer.attention.o_proj, layer.mlp.fc2):
             linear.layer_scale = nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
@@ -57,20 +57,20 @@ def add_layer_scale(model: ViTScratchForImageClassification) -> None:
 
 
 def zero_residual_outputs(model: ViTScratchForImageClassification) -> None:
-    """Let each residual branch begin as zero (Zhang et al. 2019, https://arxiv.org/abs/1901.09321)."""
+    """Initialize each residual branch to zero (Zhang et al. 2019, https://arxiv.org/abs/1901.09321)."""
     for layer in cast(Iterable[ViTScratchLayer], model.vit.layers):
         nn.init.zeros_(layer.attention.o_proj.weight)
         nn.init.zeros_(layer.mlp.fc2.weight)
 
 
 class FourPrefixTokens(ViTScratchConfig):
-    """A configuration of a model with four tokens before the patches."""
+    """Configuration of a model with four tokens before the patches."""
 
     num_prefix_tokens = 4
 
 
 def add_registers(model: ViTScratchForImageClassification) -> None:
-    """Four tokens that take part in attention only (Darcet et al. 2023, https://arxiv.org/abs/2309.16588)."""
+    """Add four tokens that take part in attention only (Darcet et al. 2023, https://arxiv.org/abs/2309.16588)."""
     embeddings, hidden_size = model.vit.embeddings, model.config.hidden_size
     model.config.__class__ = FourPrefixTokens
     embeddings.cls_token = nn.Parameter(torch.randn(1, 4, hidden_size) * 0.02)
@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], Change | None]] = {
 
 @contextlib.contextmanager
 def changed(change: Change | None) -> Iterator[None]:
-    """Let every classifier of a run be built with a change."""
+    """Apply a change to every classifier that a run builds."""
 
     class Changed(ViTScratchForImageClassification):
         def __init__(self, config: ViTScratchConfig):
@@ -109,7 +109,7 @@ def changed(change: Change | None) -> Iterator[None]:
 
 
 def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
-    """The model that `train.py` makes of the recipe and these fields, of which the others do not change a step."""
+    """Return the model that `train.py` builds from the recipe and these fields. Other fields do not change a step."""
     chosen = {name: value for name, value in (RECIPE | fields).items() if hasattr(ViTScratchConfig, name)}
     config = ViTScratchConfig(**chosen | {"num_labels": 10})
     tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
@@ -118,7 +118,7 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
 
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
-    """A function that takes one step on random images of a size and returns its seconds."""
+    """Return a function that takes one step on random images of a size and returns its seconds."""
     groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
     optimizer = MuonWithAdamW(groups, muon_dtype=getattr(torch, choose_muon_dtype("cpu")), lr=1e-3, fused=True)
 
@@ -137,7 +137,7 @@ def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
 
 
 def relative_costs(steppers: dict[str, Callable[[int], float]], first: float, rounds: int = 15) -> dict[str, float]:
-    """The time of a mean step beside that of the first choice: `first` of the steps are on the smaller images."""
+    """Return the mean time of a step relative to the first choice. A share `first` of the steps has smaller images."""
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in SIZES} for name in steppers}
     for _ in range(rounds):
         for name, step in steppers.items():
@@ -152,7 +152,7 @@ def relative_costs(steppers: dict[str, Callable[[int], float]], first: float, ro
 
 
 def trial(output_dir: Path, data: str, steps: int, **flags: Any) -> dict[str, float]:
-    """One run of `train.py`; None as a value takes a flag of the recipe away."""
+    """Run `train.py` once, and return its accuracies. A flag with the value None is removed from the recipe."""
     decay = {"num_decay_steps": round(0.7 * steps), "decay_type": "linear"}
     recipe = RECIPE | {
         "max_train_minutes": None, "max_steps": steps, "lr_scheduler_kwargs": decay, "data": data,
@@ -171,7 +171,7 @@ def trial(output_dir: Path, data: str, steps: int, **flags: Any) -> dict[str, fl
 
 
 def write_data(args: argparse.Namespace, name: str, choose: Callable[[Dataset], Dataset], test: int = 10_000) -> str:
-    """A folder of parquet with chosen training images and the first test images; each is written once."""
+    """Write chosen training images and the first test images as parquet, unless done before; return the folder."""
     folder: Path = args.output_dir / name
     if not folder.exists():
         splits = load_splits(args.data)
@@ -182,14 +182,14 @@ def write_data(args: argparse.Namespace, name: str, choose: Callable[[Dataset], 
 
 
 def share_of_rows(rows: Dataset, percent: int, seed: int) -> Dataset:
-    """A random share of each class."""
+    """Return a random share of each class."""
     if percent == 100:
         return rows
     return rows.train_test_split(train_size=percent / 100, stratify_by_column="label", seed=seed)["train"]
 
 
 def compare_architectures(args: argparse.Namespace, record: Callable[..., None]) -> None:
-    """Each choice with each seed."""
+    """Run each choice with each seed."""
     costs = args.output_dir / "costs.json"
     if not costs.exists():
         steppers = {}
@@ -198,7 +198,7 @@ def compare_architectures(args: argparse.Namespace, record: Callable[..., None])
                 steppers[name] = stepper(build(fields))
         costs.write_text(json.dumps(relative_costs(steppers, RECIPE["initial_image_size_fraction"]), indent=1))
     relative = json.loads(costs.read_text())
-    data = write_data(args, "data", lambda rows: rows, test=500)  # it is not looked at
+    data = write_data(args, "data", lambda rows: rows, test=500)  # not used
     for seed in args.seeds:
         for name in args.choices or ARCHITECTURES:
             fields, change = ARCHITECTURES[name]
@@ -209,7 +209,7 @@ def compare_architectures(args: argparse.Namespace, record: Callable[..., None])
 
 
 def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -> None:
-    """Each share of the labels with each seed."""
+    """Run each share of the labels with each seed."""
     size = {"initial_image_size": None, "initial_image_size_fraction": None, "image_size": SIZES[0]}
     for seed in args.seeds:
         pretrained = args.output_dir / f"pretrained-{seed}"
@@ -227,7 +227,7 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
 
 
 def table(trials: list[dict[str, Any]]) -> str:
-    """The trials in Markdown: accuracies in the order of the seeds, and the mean."""
+    """Return the trials as a Markdown table: the accuracy of each seed, and the mean."""
     split = "test" if "percent" in trials[0] else "validation"
     kinds: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = {}
     for trial in trials:
@@ -243,13 +243,13 @@ def table(trials: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the trials, add each one's result to `trials.jsonl`, and print the table of all in it."""
+    """Run the trials, append their results to `trials.jsonl`, and print all results in that file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["architecture", "pretraining"])
     parser.add_argument("--data", default=RECIPE["data"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--choices", nargs="+", choices=ARCHITECTURES, help="architectures; all")
+    parser.add_argument("--choices", nargs="+", choices=ARCHITECTURES, help="architectures (all)")
     parser.add_argument("--percents", type=int, nargs="+", default=[1, 10, 100], help="shares of the labels")
     parser.add_argument("--output_dir", type=Path, required=True)
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Size, speed and accuracy of a trained model in PyTorch, in ONNX Runtime, and there with dynamic int8 weights.
+"""Measure size, speed and accuracy of a trained model in PyTorch and in ONNX Runtime, there also with int8 weights.
 
     python train.py && python benchmarks/onnx_int8.py runs/digits --data digits
 
-Milliseconds per image are medians of rounds in which the three take turns; the accuracy is that of the test split.
+The int8 weights are quantized dynamically. The three variants take turns in each round. The script prints the median
+milliseconds per image and the accuracy on the test split.
 """
 
 import argparse
@@ -27,7 +28,7 @@ Predict = Callable[[np.ndarray], np.ndarray]  # images (B, C, height, width) -> 
 
 
 def session(path: Path, threads: int) -> Predict:
-    """ONNX Runtime on a file."""
+    """Return a function that runs an ONNX file with ONNX Runtime."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     runtime = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -35,7 +36,7 @@ def session(path: Path, threads: int) -> Predict:
 
 
 def milliseconds(kinds: dict[str, Predict], images: np.ndarray, rounds: int) -> dict[str, float]:
-    """The median time per image of each."""
+    """Return the median milliseconds per image of each variant."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, predict in kinds.items():
@@ -46,7 +47,7 @@ def milliseconds(kinds: dict[str, Predict], images: np.ndarray, rounds: int) -> 
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure the variants and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a classifier")
     parser.add_argument("--data", default="digits")

@@ -1,18 +1,23 @@
-"""How fast the model is beside its peers, on the same work, and beside what this machine can do at all.
+"""Compare the speed of the model with its peers on the same work, and with the limit of the machine.
 
     python benchmarks/peers.py                                                 everything
     python benchmarks/peers.py --sizes 32x32 --work training --precision bf16  a part of it
     python benchmarks/peers.py --sizes 32x32 B/16 --compiled                   through torch.compile
 
-A round runs every model once, one after the other in a new order; a ratio is the peer's time divided by ours in the
-same round, so above 1 we are the faster. Given are the median over the rounds and the quartiles beside it. "Ours
-again" is a second copy of ours: as far as its ratio is from 1, others may be by chance. Training is a whole step:
-forward, loss, backward, AdamW. bf16 is autocast in training, as the Trainer does it, and bfloat16 weights in
-inference; "default" is what each has by itself: ours the precision that `speed/hardware.py` chooses, the others
-fp32. "Products" are the matrix products of the model alone, forward and backward, with everything contiguous, each
-through the library (on a CPU, MKL or oneDNN) that is the faster for it: the limit for every model that multiplies
-these matrices. Peak memory is what the process needs beyond the imported libraries; on the CPU it is measured first,
-each model in a process of its own. The C library keeps freed memory (`keep_freed_memory`), for all of them.
+A round runs every model once, in a new order. A ratio is the peer's time divided by ours in the same round, so above 1
+ours is faster. The results are medians and quartiles over the rounds.
+
+- "ours again" is a second copy of our model. The distance of its ratio from 1 shows how far other ratios may vary by
+  chance.
+- Training is a complete step: forward, loss, backward, AdamW.
+- bf16 means autocast in training, as in the Trainer, and bfloat16 weights in inference.
+- "default" is what each model has by itself: ours the precision that `speed/hardware.py` chooses, the others fp32.
+- "products" are the matrix products of the model alone, forward and backward, with contiguous tensors. On a CPU, each
+  uses the library (MKL or oneDNN) that is faster for it. This is the limit for every model that multiplies these
+  matrices.
+- Peak memory is what the process needs beyond the imported libraries. On a CPU it is measured first, with each model
+  in its own process.
+- The C library keeps freed memory for all models (`keep_freed_memory`).
 """
 
 import argparse
@@ -53,7 +58,7 @@ BUSY = 0.1  # share of the cores that others may take before the machine counts 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's numbers, and the images of a batch on a CPU and on an accelerator."""
+    """Sizes of a model, and its batch sizes on a CPU and on an accelerator."""
 
     name: str
     image_size: int
@@ -67,7 +72,7 @@ class Size:
 
     @property
     def num_tokens(self) -> int:
-        """The class token, too."""
+        """Number of tokens, including the class token."""
         return 1 + (self.image_size // self.patch_size) ** 2
 
 
@@ -99,19 +104,19 @@ class Case:
 
 
 class Logits(nn.Module):
-    """A model of transformers, giving its logits."""
+    """A model of transformers that returns its logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Pixels (B, C, height, width) -> logits (B, L)."""
+        """Return the logits (B, L) of pixels (B, C, height, width)."""
         return self.model(pixel_values).logits
 
 
 class BertClassifier(nn.Module):
-    """BertModel of transformers on patches, and a linear classifier of the class token."""
+    """`BertModel` of transformers on patches, with a linear classifier of the class token."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -130,12 +135,12 @@ class BertClassifier(nn.Module):
         self.classifier = nn.Linear(size.hidden_size, size.num_labels)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Pixels (B, C, height, width) -> logits (B, L)."""
+        """Return the logits (B, L) of pixels (B, C, height, width)."""
         return self.classifier(self.encoder(pixel_values).last_hidden_state[:, 0])
 
 
 def fields(size: Size) -> dict[str, Any]:
-    """What the configurations of transformers' models and of ours call alike."""
+    """Return the fields that transformers' configurations and ours have in common."""
     return {
         "image_size": size.image_size,
         "patch_size": size.patch_size,
@@ -148,22 +153,22 @@ def fields(size: Size) -> dict[str, Any]:
 
 
 def our_config(size: Size, attention: str) -> ViTScratchConfig:
-    """Of this package's model."""
+    """Return the configuration of this package's model."""
     return ViTScratchConfig(**fields(size) | {"norm_first": True, "attn_implementation": attention})
 
 
 def build_ours(size: Size, attention: str) -> nn.Module:
-    """The model of this package."""
+    """Build the model of this package."""
     return Logits(use_faster_linear(ViTScratchForImageClassification(our_config(size, attention))))
 
 
 def build_transformers(size: Size, attention: str) -> nn.Module:
-    """`ViTForImageClassification` of transformers."""
+    """Build `ViTForImageClassification` of transformers."""
     return Logits(ViTForImageClassification(ViTConfig(**fields(size))))
 
 
 def build_timm(size: Size, attention: str) -> nn.Module:
-    """`VisionTransformer` of timm."""
+    """Build `VisionTransformer` of timm."""
     return TimmViT(
         img_size=size.image_size,
         patch_size=size.patch_size,
@@ -175,7 +180,7 @@ def build_timm(size: Size, attention: str) -> nn.Module:
 
 
 def build_torchvision(size: Size, attention: str) -> nn.Module:
-    """`VisionTransformer` of torchvision."""
+    """Build `VisionTransformer` of torchvision."""
     return TorchvisionViT(
         image_size=size.image_size,
         patch_size=size.patch_size,
@@ -188,7 +193,7 @@ def build_torchvision(size: Size, attention: str) -> nn.Module:
 
 
 def build_vit_pytorch(size: Size, attention: str) -> nn.Module:
-    """`ViT` of vit-pytorch."""
+    """Build `ViT` of vit-pytorch."""
     return VitPytorchViT(
         image_size=size.image_size,
         patch_size=size.patch_size,
@@ -202,7 +207,7 @@ def build_vit_pytorch(size: Size, attention: str) -> nn.Module:
 
 
 def build_bert(size: Size, attention: str) -> nn.Module:
-    """`BertModel` of transformers as an image classifier."""
+    """Build `BertModel` of transformers as an image classifier."""
     return BertClassifier(size)
 
 
@@ -219,7 +224,7 @@ PEERS = tuple(BUILDERS)[2:]
 
 
 def products(case: Case) -> list[tuple[int, int, int, int, int]]:
-    """The matrix products of one forward pass: how often, how many matrices, and (M, K) times (K, N)."""
+    """Return the matrix products of a forward pass: how often, how many matrices, and M, K, N of (M, K) x (K, N)."""
     size, batch, width = case.size, case.batch, case.size.hidden_size
     tokens, head_dim = batch * size.num_tokens, width // size.num_heads
     heads = batch * size.num_heads
@@ -235,13 +240,13 @@ def products(case: Case) -> list[tuple[int, int, int, int, int]]:
 
 
 def floating_point_operations(case: Case) -> int:
-    """Of the matrix products of one call; those of a training step are three times those of a forward pass."""
+    """Count the operations of the matrix products of one call. A training step needs three times a forward pass."""
     forward = sum(2 * math.prod(numbers) for numbers in products(case))
     return forward * (3 if case.work == "training" else 1)
 
 
 def limit(case: Case) -> Callable[[], None]:
-    """A function that does the matrix products of one call and nothing else, each the fastest way of torch."""
+    """Return a function that computes only the matrix products of one call, each in torch's fastest way."""
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
     calls: list[Callable[[], object]] = []
     for times, count, m, k, n in products(case):
@@ -263,27 +268,27 @@ def limit(case: Case) -> Callable[[], None]:
 
 @torch.inference_mode()
 def fastest(left: Tensor, right: Tensor, device: str) -> Callable[[], object]:
-    """(M, K) times the transpose of (N, K), by the call that is the fastest in a short trial."""
+    """Return the fastest call, in a short trial, for (M, K) times the transpose of (N, K)."""
     if device != "cpu" or left.ndim > 2 or not torch.backends.mkldnn.is_available():
         return lambda: left @ right.mT
     ways: list[Callable[[], object]] = [
         lambda: left @ right.mT,
         lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""),
-        # Of an image of one row, one pixel at a time: (1, K, 1, M).
+        # A 1x1 convolution of an image with one row: (1, K, 1, M).
         lambda: F.conv2d(left[None, None].permute(0, 3, 1, 2), right[:, :, None, None]),
     ]
     return min(ways, key=lambda way: min(seconds(way, 1, device) for _ in range(5)))
 
 
 def prepare(name: str, case: Case) -> Callable[[], None]:
-    """A function that does the work of `case` once with the model called `name`."""
+    """Return a function that does the work of `case` once with the model called `name`."""
     torch.manual_seed(0)
     if case.precision == "default":
         fast = name in ("ours", "ours again", "products") and bf16_is_fast(case.device)
         case = replace(case, precision="bf16" if fast else "fp32")
     if name == "products":
         return limit(case)
-    # Ours has the attention that it chooses for the machine; the others have their own.
+    # Our model uses the attention that is chosen for the machine. The others use their own.
     attention = choose_attention(case.device, case.size.num_tokens, case.precision == "bf16")
     model = BUILDERS[name](case.size, attention).to(case.device)
     images = torch.randn(case.batch, 3, case.size.image_size, case.size.image_size, device=case.device)
@@ -315,7 +320,7 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
 
 
 def seconds(call: Callable[[], object], times: int, device: str) -> float:
-    """Of one of `times` calls, on average."""
+    """Return the mean seconds of a call over `times` calls."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -325,16 +330,16 @@ def seconds(call: Callable[[], object], times: int, device: str) -> float:
 
 
 def share_taken_by_others(patience: float = 1.0) -> float:
-    """Share of the cores that is in use while this process waits; what the host has taken away counts too."""
+    """Return the share of the cores in use while this process waits, including what the host has taken away."""
     return psutil.cpu_percent(interval=patience) / 100
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each model in each round."""
+    """Return the seconds per call of each model in each round."""
     calls = {name: prepare(name, case) for name in names}
     repetitions = {}
     for name, call in calls.items():
-        call()  # compiles, and takes its memory
+        call()  # compile, and allocate memory
         call()
         once = seconds(call, 1, case.device)
         repetitions[name] = max(1, math.ceil(SECONDS_PER_MEASUREMENT / once))
@@ -349,7 +354,7 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]
 
 
 def peak_memory(name: str, case: Case, connection: Any = None) -> int:
-    """Bytes that two calls need at most; on the CPU to be called in a process of its own."""
+    """Return the peak bytes of two calls. On a CPU, call this in a separate process."""
     if case.device != "cpu":
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -368,7 +373,7 @@ def peak_memory(name: str, case: Case, connection: Any = None) -> int:
 
 
 def peak_memory_in_child(name: str, case: Case) -> int:
-    """The same in a child, which has all libraries already. Once training is compiled here, no child can train."""
+    """Return `peak_memory` of a forked child, which has all libraries. It cannot train after a compilation here."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=peak_memory, args=(name, case, sender))
     child.start()
@@ -379,23 +384,23 @@ def peak_memory_in_child(name: str, case: Case) -> int:
 
 
 def quartiles(numbers: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return the lower quartile, the median and the upper quartile."""
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return low, middle, high
 
 
 def write_results(script: str, title: str, lines: Iterable[str], args: argparse.Namespace, suffix: str = "") -> Path:
-    """Print and write Markdown, under a head that says how it was measured.
+    """Print and write the results as Markdown, with a header that says how they were measured.
 
     Args:
         script: `__file__` of the benchmark.
-        title: Of the results.
-        lines: Of the results.
-        args: Of the command line, with `rounds`, and with `output`, by default a dated file beside the script.
-        suffix: Of the name of that file.
+        title: Title of the results.
+        lines: Lines of the results.
+        args: Command line, with `rounds` and `output`. By default, `output` is a dated file beside the script.
+        suffix: Suffix for the name of the default file.
 
     Returns:
-        The file.
+        Path of the written file.
     """
     machine = describe_machine()
     command = shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]])
@@ -415,7 +420,7 @@ def write_results(script: str, title: str, lines: Iterable[str], args: argparse.
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The rows that the command line asks for."""
+    """Yield the cases that the command line asks for."""
     for precision in args.precision:
         for work in args.work:
             for name in args.sizes:
@@ -426,7 +431,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """The results as lines of Markdown."""
+    """Return the results as lines of Markdown."""
     peers = [name for name in names if name not in ("ours", "products")]
     lines = [
         "| work | ours, images/s | "
@@ -451,7 +456,7 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure all cases, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--work", nargs="+", choices=("inference", "training"), default=["inference", "training"])
@@ -461,7 +466,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--skip_memory", action="store_true")
-    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
     names = ["ours", "ours again", *args.peers, "products"]
     todo = list(cases(args))

@@ -1,11 +1,12 @@
-"""How the cost of a training step grows with the batch, the image and the depth, and what a second process gives.
+"""Measure how the cost of a training step grows with batch, image size and depth, and the gain of a second process.
 
     python benchmarks/scaling.py
 
-Whole training steps of the 32x32 model of `peers.py` in the precision of the machine; one number is changed at a
-time. All points are measured in turn, round by round; given are medians and quartiles. Two processes:
-`DistributedDataParallel` over gloo on the CPU or nccl on accelerators, with the same batch for each process; on the
-CPU each has one thread, and so has the one process that they are compared with.
+The script measures complete training steps of the 32x32 model of `peers.py`, in the precision of the machine. It
+changes one number at a time. Every round measures all points in turn. The results are medians and quartiles.
+
+Two processes use `DistributedDataParallel`, over gloo on a CPU or nccl on accelerators, with the same batch for each
+process. On a CPU each process has one thread, and so has the single process that they are compared with.
 """
 
 import argparse
@@ -29,11 +30,11 @@ BASE = SIZES["32x32"]
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 IMAGE_SIZES = (16, 24, 32, 48, 64, 96)
 DEPTHS = (1, 2, 4, 8, 12, 24)
-STEPS = 8  # that are timed with several processes
+STEPS = 8  # timed steps with several processes
 
 
 def curves(device: str, precision: str, batch: int) -> dict[str, dict[int, Case]]:
-    """The points of each curve."""
+    """Return the points of each curve."""
 
     def case(size: Size, batch: int) -> Case:
         return Case(size, "training", precision, compiled=False, batch=batch, device=device)
@@ -46,7 +47,7 @@ def curves(device: str, precision: str, batch: int) -> dict[str, dict[int, Case]
 
 
 def train_in_process(rank: int, world_size: int, port: int, batch: int, bf16: bool, results: Any) -> None:
-    """Take training steps as one of `world_size` processes; put the seconds of a step into `results`."""
+    """Take training steps as one of `world_size` processes, and put the seconds of a step into `results`."""
     on_cpu = not torch.cuda.is_available()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)
     if on_cpu:
@@ -76,7 +77,7 @@ def train_in_process(rank: int, world_size: int, port: int, batch: int, bf16: bo
 
 
 def images_per_second(world_size: int, batch: int, bf16: bool) -> float:
-    """Of so many processes together."""
+    """Return the images per second of `world_size` processes together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,10 +88,10 @@ def images_per_second(world_size: int, batch: int, bf16: bool) -> float:
 
 
 def main() -> None:
-    """Measure, print, write and draw."""
+    """Measure all points, and print, write and draw the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="Markdown; by default a dated file beside this one; with a PNG")
+    parser.add_argument("--output", type=Path, help="Markdown file, with a PNG beside it; by default a dated file")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = BASE.batch_on_cpu if device == "cpu" else BASE.batch_on_accelerator

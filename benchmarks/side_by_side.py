@@ -1,8 +1,8 @@
-"""Validation accuracy over time of several runs, in one picture.
+"""Draw the validation accuracy over time of several runs in one picture.
 
     python benchmarks/side_by_side.py "ours=runs/cifar10_cpu" "BertModel=runs/bert_tutorial" --output curves.png
 
-Each run's folder holds a `log.json`, as `train.py` and `bert_tutorial.py` leave it.
+The folder of each run holds a `log.json`, as written by `train.py` and `bert_tutorial.py`.
 """
 
 import argparse

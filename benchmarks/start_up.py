@@ -1,11 +1,11 @@
-"""What a user waits for before anything happens: imports, `--help`, and loading a saved model.
+"""Measure what a user waits for before anything happens: imports, `--help`, and loading a saved model.
 
     python benchmarks/start_up.py --model runs/digits
     python benchmarks/start_up.py --python plain/bin/python    in another environment
 
-transformers loads peft with its training arguments where peft is installed, as it is with the `test` extra and not by
-`pip install .`. Each is a fresh process; all in turn, round by round, after one round that is not counted. Given are
-the medians of the seconds of the whole process, and quartiles.
+If peft is installed, transformers loads it with its training arguments. The `test` extra installs peft, and `pip
+install .` does not. Each measurement is a fresh process. Every round runs all of them in turn, after one round that is
+not counted. The results are medians and quartiles of the seconds of the complete process.
 """
 
 import argparse
@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure all commands, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder that train.py has written")
-    parser.add_argument("--python", default=sys.executable, help="that of the environment to measure")
+    parser.add_argument("--model", help="folder of a run of train.py")
+    parser.add_argument("--python", default=sys.executable, help="Python of the environment to measure")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
 
     commands = {

@@ -1,10 +1,10 @@
-"""What the loop around a training step costs: a bare loop, the stock Trainer and `ViTTrainer`, in images per second.
+"""Measure the cost of the loop around a training step: a bare loop, the stock Trainer and `ViTTrainer`.
 
     python benchmarks/training_loop.py --sizes 32x32 B/16
 
-The same model, images, optimizer (fused AdamW, gradients clipped at 1) and number of steps for the three, one after
-the other in a new order each round. The first steps of each run are not counted. Given are the median over the rounds,
-and the ratio to the bare loop in the same round with its quartiles.
+All three use the same model, images, optimizer (fused AdamW, gradients clipped at 1) and number of steps. They run one
+after the other, in a new order each round. The first steps of each run are not counted. The results are the median
+images per second over the rounds, and the ratio to the other loops in the same round with its quartiles.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from hf_vit_scratch.speed.linear import use_faster_linear
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
-WARM_UP = 3  # steps that are not counted
+WARM_UP = 3  # first steps, which are not counted
 
 
 class Pixels(Dataset[dict[str, Tensor]]):
-    """Random images, prepared, by the batch."""
+    """Random images that are ready for the model, in batches."""
 
     def __init__(self, size: Size, number: int):
         generator = torch.Generator().manual_seed(0)
@@ -43,30 +43,30 @@ class Pixels(Dataset[dict[str, Tensor]]):
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """The images and labels of a batch."""
+        """Return the images and labels of a batch."""
         return {"pixel_values": self.images[indices], "labels": self.labels[indices]}
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collator of batches that are ready."""
+    """Return a batch unchanged, as the collator of complete batches."""
     return batch
 
 
 class Clock(TrainerCallback):
-    """Remembers when each step ended."""
+    """Record when each step ends."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step is over, on an accelerator once its work is done."""
+        """Record the time. On an accelerator, wait for its work at the ends of the measurement."""
         if args.device.type != "cpu" and state.global_step in (WARM_UP, state.max_steps):
             torch.accelerator.synchronize()
         self.times.append(time.perf_counter())
 
 
 def bare(model: nn.Module, data: Pixels, batch: int, steps: int, args: TrainingArguments) -> list[float]:
-    """The loop that one would write by hand; gives the times at which the steps ended."""
+    """Run a loop as one would write it by hand, and return the times at which the steps ended."""
     model.train().to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     loader = DataLoader(data, batch, shuffle=True, collate_fn=as_it_is, pin_memory=args.device.type != "cpu")
@@ -93,7 +93,7 @@ def bare(model: nn.Module, data: Pixels, batch: int, steps: int, args: TrainingA
 
 
 def through(trainer_class: type[Trainer]) -> Callable[..., list[float]]:
-    """The same through a Trainer."""
+    """Return a function that does the same through a Trainer."""
 
     def run(model: nn.Module, data: Pixels, batch: int, steps: int, args: TrainingArguments) -> list[float]:
         clock = Clock()
@@ -111,7 +111,7 @@ LOOPS: dict[str, tuple[type[TrainingArguments], Callable[..., list[float]]]] = {
 
 
 def images_per_second(name: str, size: Size, batch: int, steps: int, bf16: bool, use_cpu: bool) -> float:
-    """Of one run."""
+    """Return the images per second of one run."""
     arguments_class, run = LOOPS[name]
     torch.manual_seed(0)
     attention = choose_attention("cpu" if use_cpu else "cuda", size.num_tokens, bf16)
@@ -140,16 +140,16 @@ def images_per_second(name: str, size: Size, batch: int, steps: int, bf16: bool,
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure all loops, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["32x32", "B/16"])
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="by default a dated file beside this one")
+    parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
     use_cpu = not torch.cuda.is_available()
-    keep_freed_memory()  # ViTTrainer would do it, for the runs after it too
+    keep_freed_memory()  # ViTTrainer does it, also for later runs in this process
 
     lines = ["| work | " + " | ".join(f"{name}, images/s" for name in LOOPS) + " | ViTTrainer / bare | / Trainer |"]
     lines.append("| --- " * (len(LOOPS) + 3) + "|")

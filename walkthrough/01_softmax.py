@@ -2,8 +2,8 @@
 # # 1. Softmax
 #
 # A transformer decides again and again how much to take of each of several things. It has one score for each thing. A
-# score is a number of any size and sign. The transformer needs *shares*: numbers between 0 and 1 that add up to 1, with
-# the largest share for the largest score.
+# score is a number of any size and sign. The transformer needs *shares*: numbers between 0 and 1 that add up to 1,
+# with the largest share for the largest score.
 #
 # Softmax turns scores into shares. First, take the exponential of every score. This makes all of them positive and
 # keeps their order. Then divide by their sum:
@@ -58,10 +58,10 @@ print("shares of the scores 1000, 999:", shares.round(3))
 assert np.isfinite(shares).all()
 
 # %% [markdown]
-# Is it right? Each step of this walkthrough asks this question and lets the computer answer. Here, we compare the lines
-# above with the function of this package (`reference.py`) and with PyTorch. The scores are random, and the numbers are
-# 64-bit floating point. If a sentence says that two things are equal, the code below it stops with an error if they are
-# not.
+# Is it right? Each step of this walkthrough asks this question and lets the computer answer. Here, we compare the
+# lines above with the function of this package (`reference.py`) and with PyTorch. The scores are random, and the
+# numbers are 64-bit floating point. If a sentence says that two things are equal, the code below it stops with an
+# error if they are not.
 
 # %%
 scores = 100 * np.random.default_rng(0).standard_normal((50, 20))  # 50 lists of 20 scores

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 2. One attention head
 #
-# A transformer works on a list of vectors, called **tokens**. In a text, a token stands for a word or a part of a word.
-# In an image, it stands for a small square. Stacked as rows, $N$ tokens of width $d$ form a matrix $X$ with $N$ rows
-# and $d$ columns.
+# A transformer works on a list of vectors, called **tokens**. In a text, a token stands for a word or a part of a
+# word. In an image, it stands for a small square. Stacked as rows, $N$ tokens of width $d$ form a matrix $X$ with $N$
+# rows and $d$ columns.
 #
 # **Attention** lets each token collect something from the others. Each token asks a question, its *query*. It also has
 # a label, its *key*, and some content to share, its *value*. All three are the token times a matrix:
 #
 # $$Q = X W_Q^\top \qquad K = X W_K^\top \qquad V = X W_V^\top$$
 #
-# A dot product compares query $i$ with key $j$. It is large if they point in the same direction. Softmax turns each row
-# of these scores into shares. The output mixes the values in these shares:
+# A dot product compares query $i$ with key $j$. It is large if they point in the same direction. Softmax turns each
+# row of these scores into shares. The output mixes the values in these shares:
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{a}}\right) V$$
 #
@@ -44,8 +44,8 @@ def attention_head(x, w_q, w_k, w_v):
 
 # %% [markdown]
 # That is all: five matrix products and a softmax. The result equals that of PyTorch's own function. We test it at the
-# size of a well-known Vision Transformer, which has 197 tokens of width 768. One head turns them into queries, keys and
-# values of width 64. The matrices are random.
+# size of a well-known Vision Transformer, which has 197 tokens of width 768. One head turns them into queries, keys
+# and values of width 64. The matrices are random.
 
 # %%
 rng = np.random.default_rng(0)
@@ -65,8 +65,8 @@ for ours, theirs in zip((output, weights), reference.attention_head(x, w_q, w_k,
 
 # %% [markdown]
 # What does a head do with something real? We take a photograph and cut it into squares of 16 by 16 pixels. Each square
-# is a token of width 3: its mean red, green and blue. We subtract the photograph's mean colour and make each vector one
-# unit long. Dot products then compare directions only.
+# is a token of width 3: its mean red, green and blue. We subtract the photograph's mean colour and make each vector
+# one unit long. Dot products then compare directions only.
 
 # %%
 photograph = load_sample_image("flower.jpg")[:416] / 255  # (416, 640, 3), ships with scikit-learn
@@ -105,5 +105,5 @@ for panel in panels.flat:
 plt.show()
 
 # %% [markdown]
-# No line of the code mentions flowers, and yet each part of the picture finds similar parts. But this head can only ask
-# about colour. Next come many heads, which ask different questions at the same time.
+# No line of the code mentions flowers, and yet each part of the picture finds similar parts. But this head can only
+# ask about colour. Next come many heads, which ask different questions at the same time.

@@ -64,8 +64,8 @@ for name, ours, others in (
     assert max(differences) < 1e-12
 
 # %% [markdown]
-# We return to the photograph. Now the token of each square describes its colour, as before, and its place. The place is
-# given by two angles. One grows from left to right, and the other from top to bottom. The token holds the sine and
+# We return to the photograph. Now the token of each square describes its colour, as before, and its place. The place
+# is given by two angles. One grows from left to right, and the other from top to bottom. The token holds the sine and
 # cosine of each. Two such pairs have a large dot product if the angles are close:
 #
 # $$\sin(a) \sin(b) + \cos(a) \cos(b) = \cos(a - b)$$

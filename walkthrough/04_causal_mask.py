@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 4. The causal mask
 #
-# So far, every token looks at every token. A program that continues a text must not do this. While it learns to predict
-# the next word, it must not see that word. So token $i$ may only look at the tokens $j \le i$: at itself and at earlier
-# ones.
+# So far, every token looks at every token. A program that continues a text must not do this. While it learns to
+# predict the next word, it must not see that word. So token $i$ may only look at the tokens $j \le i$: at itself and
+# at earlier ones.
 #
 # The **causal mask** expresses this rule as a matrix of ones (allowed) and zeros (forbidden). Where it is 0, the score
-# becomes minus infinity before the softmax. Since $e^{-\infty} = 0$, the share is exactly 0. The other shares still add
-# up to 1.
+# becomes minus infinity before the softmax. Since $e^{-\infty} = 0$, the share is exactly 0. The other shares still
+# add up to 1.
 
 # %%
 import math

@@ -63,7 +63,8 @@ class ResidualBlock(nn.Module):
 
 
 # %% [markdown]
-# We compare six blocks on 24 tokens of width 32. Every matrix and bias holds random numbers, the same in both versions:
+# We compare six blocks on 24 tokens of width 32. Every matrix and bias holds random numbers, the same in both
+# versions:
 
 # %%
 torch.manual_seed(0)

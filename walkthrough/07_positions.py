@@ -52,9 +52,9 @@ assert difference < 1e-12
 # 3 did.
 #
 # What should the vectors be? The Vision Transformer *learns* them. It has a table with one row for each place, which
-# starts with small random numbers. Other position embeddings are fixed and need no learning. They are sines and cosines
-# of the column $x$ and the row $y$, at many frequencies $\omega$. So some entries tell neighbours apart, and others
-# tell left from right:
+# starts with small random numbers. Other position embeddings are fixed and need no learning. They are sines and
+# cosines of the column $x$ and the row $y$, at many frequencies $\omega$. So some entries tell neighbours apart, and
+# others tell left from right:
 #
 # $$p(x, y) = [\sin(x \omega), \; \cos(x \omega), \; \sin(y \omega), \; \cos(y \omega)] \quad
 # \mathrm{for} \; \omega \; \mathrm{from} \; 1 \; \mathrm{to} \; 1 / 10000$$
@@ -102,5 +102,5 @@ plt.show()
 # %% [markdown]
 # Nearby places have similar vectors, and so do places in the same row or column. One token is still missing. At the
 # end, one token must describe the complete image, and no single patch is suited for this. So one more token is placed
-# before the patches, the **class token**. It starts the same for every image and collects information from the patches.
-# There are 196 patches and one class token, so step 2 had 197 tokens. Now we have everything for the encoder.
+# before the patches, the **class token**. It starts the same for every image and collects information from the
+# patches. There are 196 patches and one class token, so step 2 had 197 tokens. Now we have everything for the encoder.

@@ -7,8 +7,8 @@
 # $\Phi(x)$ is the probability that a standard normal number is below $x$. The feed-forward network with GELU is called
 # the **MLP** (multi-layer perceptron).
 #
-# **Layer normalisation** keeps numbers in bounds. It shifts and scales each token to mean 0 and variance 1. The network
-# then chooses a scale $\gamma$ and a shift $\beta$ for each of the $d$ entries:
+# **Layer normalisation** keeps numbers in bounds. It shifts and scales each token to mean 0 and variance 1. The
+# network then chooses a scale $\gamma$ and a shift $\beta$ for each of the $d$ entries:
 #
 # $$\mathrm{LN}(x) = \gamma \, \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} + \beta$$
 #
@@ -123,9 +123,9 @@ for norm_first in (False, True):
 
 # %% [markdown]
 # What difference does the place of the norm make? The plot below shows the size of the tokens (the root of the mean
-# square of their entries) after each of 24 layers, before any training. With post-LN, it is 1 after every layer. Pre-LN
-# adds up the outputs of all layers and lets the sum grow. So it needs one last norm at the end of the stack. The first
-# layers still have a direct path to the output, which makes deep stacks easier to train.
+# square of their entries) after each of 24 layers, before any training. With post-LN, it is 1 after every layer.
+# Pre-LN adds up the outputs of all layers and lets the sum grow. So it needs one last norm at the end of the stack.
+# The first layers still have a direct path to the output, which makes deep stacks easier to train.
 
 # %%
 pixels = torch.randn(4, 3, 64, 64)

@@ -76,8 +76,8 @@ assert max(by_layer) < 1e-12
 assert of_maps < 1e-12
 
 # %% [markdown]
-# A comparison proves something only if it would detect a fault. So we plant three faults in copies of our model, one at
-# a time:
+# A comparison proves something only if it would detect a fault. So we plant three faults in copies of our model, one
+# at a time:
 #
 # - an activation that is nearly GELU (its usual approximation by a hyperbolic tangent);
 # - one of the twelve layers without one of its biases;

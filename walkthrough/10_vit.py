@@ -2,8 +2,8 @@
 # # 10. ViT-B/16 = ours
 #
 # ViT-B/16 is the Vision Transformer of the paper, in its base size. It has patches of 16 by 16 pixels, tokens of width
-# 768, 12 layers, 12 heads, and an MLP four times as wide as the tokens. You know all its parts by now. This is how they
-# fit together:
+# 768, 12 layers, 12 heads, and an MLP four times as wide as the tokens. You know all its parts by now. This is how
+# they fit together:
 #
 # | step | shape for one photograph |
 # | --- | --- |
@@ -71,8 +71,8 @@ for stage, tokens, (by_transformers, by_reference) in zip(stages, mine, others, 
     assert from_numpy <= 1e-12 * size
 
 # %% [markdown]
-# They are equal, up to rounding. Where are all these parameters? We add the classifier for the 1000 classes of ImageNet
-# and count. The sum is 86,567,656, the known number of this model.
+# They are equal, up to rounding. Where are all these parameters? We add the classifier for the 1000 classes of
+# ImageNet and count. The sum is 86,567,656, the known number of this model.
 
 # %%
 with torch.device("meta"):  # shapes alone, no numbers

@@ -70,8 +70,8 @@ before = accuracy(validation)
 print(f"right before training: {100 * before:.0f}% of the validation digits")
 
 # %% [markdown]
-# This is the training. AdamW is the usual method for the steps. It gives each parameter its own step size. The schedule
-# lets the step size rise at first and then fall to nearly 0. An *epoch* is one pass over all training images.
+# This is the training. AdamW is the usual method for the steps. It gives each parameter its own step size. The
+# schedule lets the step size rise at first and then fall to nearly 0. An *epoch* is one pass over all training images.
 
 # %%
 epochs, batch_size = 12, 32
@@ -132,6 +132,6 @@ for panel, index in zip(panels.flat, shown, strict=False):
 plt.show()
 
 # %% [markdown]
-# Every line of this loop is simple, but real training needs more: random changes of the images (augmentation), a way to
-# resume after an interruption, many devices, and records. The script `train.py` of this package does all of this. The
-# last step looks into the model that we have just trained.
+# Every line of this loop is simple, but real training needs more: random changes of the images (augmentation), a way
+# to resume after an interruption, many devices, and records. The script `train.py` of this package does all of this.
+# The last step looks into the model that we have just trained.

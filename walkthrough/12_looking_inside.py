@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 12. Looking inside
 #
-# The model of step 11 reads digits. How does it do this? We can look at its attention weights. For each layer, head and
-# token, they say what share the token takes from each other token.
+# The model of step 11 reads digits. How does it do this? We can look at its attention weights. For each layer, head
+# and token, they say what share the token takes from each other token.
 
 # %%
 import runpy
@@ -85,8 +85,9 @@ assert difference < 1e-6
 # Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021) does. It multiplies each
 # weight by the gradient of the score of that class. It keeps the positive values, which support the class.
 #
-# We can test this. For each test digit, we blank out the four patches that matter most for the model's answer according
-# to the map. Then we count how often the answer is still right. We repeat this with the four patches that matter least.
+# We can test this. For each test digit, we blank out the four patches that matter most for the model's answer
+# according to the map. Then we count how often the answer is still right. We repeat this with the four patches that
+# matter least.
 
 # %%
 relevance = attention_maps.class_attention(model, pixels)  # (images, 4, 4), for the class that the model answers
@@ -132,6 +133,6 @@ plt.show()
 # The bright patches lie on the strokes, often where this digit differs from others. The maps show where the model
 # looks. They do not prove that it is right for the right reasons.
 #
-# These twelve steps are a complete Vision Transformer. Only the gradients were left to PyTorch. A larger model has more
-# layers, wider tokens and more images to learn from, but no other parts. To train one on your own images, start with
-# `python train.py --help` in the folder of this package.
+# These twelve steps are a complete Vision Transformer. Only the gradients were left to PyTorch. A larger model has
+# more layers, wider tokens and more images to learn from, but no other parts. To train one on your own images, start
+# with `python train.py --help` in the folder of this package.

@@ -33,8 +33,8 @@ REQUESTS = re.compile(
     r"""\burl\(["']?(?!["']?data:)[^)]*\)"""
 )
 
-# Every step starts in an empty namespace. All steps share one process, because importing the libraries takes longer than
-# most steps. Pictures have the size that the code gives them, with two pixels for each pixel of the page.
+# Every step starts in an empty namespace. All steps share one process, because importing the libraries takes longer
+# than most steps. Pictures have the size that the code gives them, with two pixels for each pixel of the page.
 PREPARE = """import warnings
 warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars with ipywidgets
 %reset -f
