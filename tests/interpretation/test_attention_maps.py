@@ -50,7 +50,7 @@ def test_the_model_is_left_as_it_was(pixels):
     model.set_attn_implementation("sdpa")
     attention(model, pixels)
     class_attention(model, pixels)
-    with pytest.raises(ValueError, match="must have 3 channels"):
+    with pytest.raises(ValueError, match="must have the shape .batch, 3 channels"):
         attention(model, pixels[:, :1])
     assert model.training
     assert model.config._attn_implementation == "sdpa"

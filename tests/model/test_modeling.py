@@ -677,6 +677,13 @@ def test_regression_of_several_numbers(pixel_values):
     assert_equal(outputs.loss, ((outputs.logits - labels) ** 2).mean())
 
 
+def test_one_class_takes_class_ids(pixel_values):
+    model = tiny_model(ViTScratchForImageClassification, num_labels=1)
+    model.config.problem_type = "single_label_classification"  # as transformers' own tests do
+
+    assert model(pixel_values, labels=torch.zeros(3, dtype=torch.int64)).loss == 0
+
+
 @pytest.mark.parametrize(
     ("problem_type", "labels", "message"),
     [
@@ -700,14 +707,10 @@ def test_labels_of_the_wrong_shape_are_refused(problem_type, labels, message, pi
 @pytest.mark.parametrize(
     ("pixel_values", "error", "message"),
     [
-        (
-            torch.zeros(3, 16, 24),
-            ValueError,
-            r"\(batch, 3 channels, height, width\), got \(3, 16, 24\)\. A single",
-        ),
+        (torch.zeros(3, 16, 24), ValueError, r"got \(3, 16, 24\)\. .* A single image needs a batch axis"),
         (torch.zeros(1, 4, 16, 24), ValueError, r"batch, 3 channels, .*got \(1, 4, 16, 24\)"),
-        (torch.zeros(1, 3, 18, 24), ValueError, r"divisible by the patch size 4x8, got 18x24"),
-        (torch.zeros(1, 3, 0, 24), ValueError, r"divisible by the patch size 4x8, got 0x24"),
+        (torch.zeros(1, 3, 18, 24), ValueError, r"divisible by the patch size 4x8, got \(1, 3, 18, 24\)\. Resize"),
+        (torch.zeros(1, 3, 0, 24), ValueError, r"divisible by the patch size 4x8, got \(1, 3, 0, 24\)"),
         (torch.zeros(1, 3, 16, 24, dtype=torch.uint8), TypeError, r"floating point .*got torch.uint8\. Use the image"),
         (None, TypeError, r"floating point tensor .*got NoneType"),
     ],

@@ -383,7 +383,6 @@ def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):
         (["--seed=-1"], r"seed|Seed"),
         (["--learning_rate=-1"], r"Invalid learning rate: -1"),
         (["--per_device_train_batch_size", "0"], r"batch_size should be a positive integer"),
-        (["--dataloader_num_workers=-1"], r"num_workers"),
         (["--lr_scheduler_type", "cosine_with_min_lr"], r"min_lr"),
         (["--report_to", "somewhere"], r"somewhere"),
         (["--data_config", "x", "--train_split", "all"], r"there is no split 'all'"),

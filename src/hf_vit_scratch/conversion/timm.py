@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, cast
 
 from torch import nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2CLS, ACT2FN
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
@@ -27,8 +27,10 @@ TIMM = {
 }
 ACCEPTED = PRE_LN | {"classifier_hidden_size": (None,)}
 # transformers' names of activations by their class: that of timm, or of a model that `to_timm` has made.
-ACTIVATIONS = {type(ACT2FN[name]).__name__: name for name in reversed(list(ACT2FN))}
-ACTIVATIONS |= {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh", "QuickGELU": "quick_gelu"}
+ACTIVATIONS = {
+    **{getattr(entry, "__name__", ""): name for name, entry in ACT2CLS.items()},
+    **{"GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_pytorch_tanh", "QuickGELU": "quick_gelu"},
+}
 
 
 def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:

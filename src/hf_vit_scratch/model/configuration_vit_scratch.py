@@ -58,16 +58,14 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         layer_norm_eps: Added to the variance by every norm.
         initializer_range: Standard deviation of the truncated normal from which weights are drawn.
         patch_initializer_range: The same for the patch embedding alone; `None` for `1 / sqrt(pixels of a patch)`,
-            counted over all channels, as in the code of Dosovitskiy et al. 2021 (LeCun normal): independent pixels of
-            unit variance give tokens of unit variance, whatever the patch size. transformers' ViT takes
-            `initializer_range`, with which small patches start as nearly nothing beside their positions.
+            counted over all channels, as in the code of Dosovitskiy et al. 2021 (LeCun normal), so that pixels of unit
+            variance give tokens of unit variance. With `initializer_range`, small patches start as nearly nothing.
         norm_first: `False` for the BERT style (post-LN: each residual sum is normalised, and so are the embeddings);
             `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
         hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
         drop_path_rate: Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382): the probability that
-            each of the last layer's branches is skipped, per image. It grows linearly with depth, and as in timm from
-            0 in the first layer.
+            each of the last layer's branches is skipped, per image. It grows linearly from 0 in the first layer.
         position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
             and, beside them, axial rotary positions on queries and keys.
         qk_norm: Whether queries and keys are RMS-normalised per head.
@@ -86,7 +84,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         out_indices: The same by number, the stem being 0.
 
     Raises:
-        TypeError: A field has the wrong type.
         ValueError: A field has an impossible value, or its name is a misspelling of a known one.
 
     Example:
@@ -127,8 +124,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
         # though, is a misspelling that would otherwise be ignored in silence.
-        known = [field.name for field in fields(self)] + ["num_labels", "attn_implementation"]
-        known += ["out_features", "out_indices"]
+        known = [*(f.name for f in fields(self)), "num_labels", "attn_implementation", "out_features", "out_indices"]
         # What was set on a configuration later is saved with it and must load again; only a saved one has a version.
         for name in kwargs if self.transformers_version is None else ():
             match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -137,10 +133,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if kwargs.get("num_labels") is None:
             kwargs.pop("num_labels", None)
-        elif not _is_integer(kwargs["num_labels"]):
-            raise TypeError(f"num_labels must be an integer, got {kwargs['num_labels']!r}.")
-        elif not 0 <= kwargs["num_labels"] <= MAX_SIZE:  # transformers gives each a name, which takes forever
-            raise ValueError(f"num_labels must be at least 0 and at most {MAX_SIZE}, got {kwargs['num_labels']}.")
+        else:  # first, because transformers gives each a name, which takes forever for too many
+            NUM_LABELS.check("num_labels", kwargs["num_labels"])
         super().__post_init__(**kwargs)
         self.validate()
         self._out_features = self._out_indices = None
@@ -170,15 +164,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"variant must be one of {', '.join(VARIANTS)}, a slash and the patch size in pixels, such as 'S/16'; "
                 f"got {variant!r}."
             )
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size = VARIANTS[match[1]]
-        sizes = {
-            "patch_size": int(match[2]),
-            "hidden_size": hidden_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-            "intermediate_size": intermediate_size,
-        }
-        return cls(**sizes | overrides)
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        sizes = dict(zip(names, VARIANTS[match[1]], strict=True))
+        return cls(**{"patch_size": int(match[2])} | sizes | overrides)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration as transformers does, and the code, so that the model loads without this package.
@@ -192,18 +180,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         if modeling.is_file():  # it is not where only a configuration was fetched from the Hub
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(modeling, Path(save_directory) / modeling.name)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike,
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        files_timestamps.pop("modeling_vit_scratch.py", None)  # it was copied before the others' times were taken
-        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+        super().save_pretrained(save_directory)
+        if push_to_hub:  # transformers' own `push_to_hub=True` would leave out the file that is copied above
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @property
     def image_height_width(self) -> tuple[int, int]:
@@ -246,17 +225,11 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         """Check every field; called at construction, by the model, and by `save_pretrained`.
 
         Raises:
-            TypeError: A field has the wrong type.
             ValueError: A field, or a combination of fields, is impossible.
         """
         for name, rule in RULES.items():
-            value = getattr(self, name)
-            if value is None and name in OPTIONAL_FIELDS:
-                continue
-            if not rule.has_type(value):
-                raise TypeError(f"{name} must be {rule.type_in_words}, got {value!r}.")
-            if not rule.is_valid(value):
-                raise ValueError(f"{name} must be {rule.in_words}, got {value!r}.")
+            if getattr(self, name) is not None or name not in OPTIONAL_FIELDS:
+                rule.check(name, getattr(self, name))
         self._validate_combinations()
 
     def _validate_combinations(self) -> None:
@@ -277,44 +250,24 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
                     f"image_size ({axis} {image}) must be divisible by patch_size ({axis} {patch}). "
                     f"{_nearest(image, patch)}"
                 )
-        if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be divisible by num_attention_heads "
-                f"({self.num_attention_heads})."
-            )
-        if self.position_embedding_type == "sincos2d" and (self.hidden_size % 4 != 0 or self.hidden_size < 8):
+        hidden_size, num_heads = self.hidden_size, self.num_attention_heads
+        if hidden_size % num_heads != 0:
+            raise ValueError(f"hidden_size ({hidden_size}) must be divisible by num_attention_heads ({num_heads}).")
+        if self.position_embedding_type == "sincos2d" and (hidden_size % 4 != 0 or hidden_size < 8):
             raise ValueError(
                 "position_embedding_type='sincos2d' needs a hidden_size that is a multiple of 4 and at least 8 (sines "
-                f"and cosines for each of two axes), got {self.hidden_size}."
+                f"and cosines for each of two axes), got {hidden_size}."
             )
-        head_dim = self.hidden_size // self.num_attention_heads
-        if self.position_embedding_type == "rope2d" and head_dim % 4 != 0:
+        if self.position_embedding_type == "rope2d" and hidden_size // num_heads % 4 != 0:
             raise ValueError(
                 "position_embedding_type='rope2d' needs hidden_size / num_attention_heads to be a multiple of 4 (two "
-                f"rotated halves for each of two axes), got {self.hidden_size} / {self.num_attention_heads} = "
-                f"{head_dim}."
+                f"halves for each of two axes), got {hidden_size} / {num_heads} = {hidden_size // num_heads}."
             )
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_size(value: object) -> bool:
-    return _is_integer(value) or (isinstance(value, list | tuple) and all(map(_is_integer, value)))
-
-
-def _is_valid_size(size: Any) -> bool:
-    return (_is_integer(size) or len(size) == 2) and all(1 <= length <= MAX_SIZE for length in _pair(size))
 
 
 def _nearest(image: int, patch: int) -> str:
@@ -325,27 +278,42 @@ def _nearest(image: int, patch: int) -> str:
 
 
 class Rule(NamedTuple):
-    """What a field must be: its type, and its value."""
+    """What must hold for the value of a field, and how to say it."""
 
-    has_type: Callable[[Any], bool]
-    type_in_words: str
-    is_valid: Callable[[Any], bool] = lambda value: True
-    in_words: str = ""
+    holds: Callable[[Any], bool]
+    in_words: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError that names the field, unless the rule holds."""
+        if not self.holds(value):
+            raise ValueError(f"{name} must be {self.in_words}, got {value!r}.")
+
+
+def _integer(lowest: int, highest: int) -> Rule:
+    def holds(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+
+    return Rule(holds, f"an integer from {lowest} to {highest}")
+
+
+def _number(holds: Callable[[float], bool], in_words: str) -> Rule:
+    return Rule(
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value), in_words
+    )
 
 
 def _one_of(choices: Sequence[str]) -> Rule:
-    in_words = f"one of {', '.join(choices)}"
-    return Rule(lambda value: True, "", lambda value: value in choices, in_words)
+    return Rule(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
-SIZE = Rule(
-    _is_size, "an integer or a [height, width] pair of integers",
-    _is_valid_size, f"one number or a [height, width] pair, from 1 to {MAX_SIZE} pixels",
-)  # fmt: skip
-COUNT = Rule(_is_integer, "an integer", lambda count: 1 <= count <= MAX_SIZE, f"from 1 to {MAX_SIZE}")
-DEPTH = Rule(_is_integer, "an integer", lambda count: 1 <= count <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}")
-POSITIVE = Rule(_is_number, "a number", lambda number: 0 < number < math.inf, "positive and finite")
-PROBABILITY = Rule(_is_number, "a number", lambda number: 0 <= number < 1, "at least 0 and below 1")
+def _is_size(size: Any) -> bool:
+    return COUNT.holds(size) or (isinstance(size, list | tuple) and len(size) == 2 and all(map(COUNT.holds, size)))
+
+
+COUNT, DEPTH, NUM_LABELS = _integer(1, MAX_SIZE), _integer(1, MAX_LAYERS), _integer(0, MAX_SIZE)
+SIZE = Rule(_is_size, f"an integer or a [height, width] pair of integers, from 1 to {MAX_SIZE} pixels")
+POSITIVE = _number(lambda number: 0 < number < math.inf, "a positive and finite number")
+PROBABILITY = _number(lambda number: 0 <= number < 1, "a number of at least 0 and below 1")
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
 OPTIONAL_FIELDS = (

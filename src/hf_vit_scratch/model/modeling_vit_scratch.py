@@ -33,12 +33,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vit_scratch import ViTScratchConfig
-
-logger = logging.get_logger(__name__)
 
 
 def eager_attention_forward(
@@ -139,15 +137,9 @@ class ViTScratchAttention(nn.Module):
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, eager_attention_forward
         )
+        scaling, dropout = self.head_dim**-0.5, self.dropout_prob if self.training else 0.0
         context, attn_weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.head_dim**-0.5,
-            dropout=self.dropout_prob if self.training else 0.0,
-            **kwargs,
+            self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )  # (B, N, H, K)
         return self.o_proj(context.flatten(2)), attn_weights
 
@@ -181,9 +173,6 @@ class ViTScratchDropPath(nn.Module):
         keep_prob = 1 - self.drop_prob
         return branch * branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep_prob) / keep_prob
 
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob:.3f}"
-
 
 class ViTScratchLayer(GradientCheckpointingLayer):
     """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D), and the weights.
@@ -209,15 +198,17 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         x = hidden_states
         if self.norm_first:
             branch, attn_weights = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
-            x = x + self.drop_path(self.dropout(branch))
-            branch = self.mlp(self.layernorm_after(x))
-            x = x + self.drop_path(self.dropout(branch))
+            x = x + self.drop_branch(branch)
+            x = x + self.drop_branch(self.mlp(self.layernorm_after(x)))
         else:
             branch, attn_weights = self.attention(x, attention_mask, **kwargs)
-            x = self.layernorm_before(x + self.drop_path(self.dropout(branch)))
-            branch = self.mlp(x)
-            x = self.layernorm_after(x + self.drop_path(self.dropout(branch)))
+            x = self.layernorm_before(x + self.drop_branch(branch))
+            x = self.layernorm_after(x + self.drop_branch(self.mlp(x)))
         return x, attn_weights
+
+    def drop_branch(self, branch: Tensor) -> Tensor:
+        """Apply dropout and stochastic depth, which only training has.  (B, N, D) -> (B, N, D)."""
+        return self.drop_path(self.dropout(branch)) if self.training else branch
 
 
 class ViTScratchPatchEmbeddings(nn.Module):
@@ -230,9 +221,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
         super().__init__()
         self.num_channels = config.num_channels
         self.patch_size = config.patch_height_width
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
+        self.projection = nn.Conv2d(self.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         self.check(pixel_values)
@@ -252,17 +241,13 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
                 "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
-        shape = tuple(pixel_values.shape)
-        if len(shape) != 4 or shape[1] != self.num_channels:
+        shape, num_channels, (patch_height, patch_width) = pixel_values.shape, self.num_channels, self.patch_size
+        fits = len(shape) == 4 and shape[1] == num_channels and shape[2] >= patch_height and shape[3] >= patch_width
+        if not fits or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
             raise ValueError(
-                f"pixel_values must have the shape (batch, {self.num_channels} channels, height, width), got {shape}. "
-                "A single image needs a batch axis: pixel_values[None]."
-            )
-        (height, width), (patch_height, patch_width) = shape[2:], self.patch_size
-        if height < patch_height or width < patch_width or height % patch_height != 0 or width % patch_width != 0:
-            raise ValueError(
-                f"pixel_values must have a height and width divisible by the patch size {patch_height}x{patch_width}, "
-                f"got {height}x{width}. Resize the images, as the image processor does."
+                f"pixel_values must have the shape (batch, {num_channels} channels, height, width), divisible by "
+                f"the patch size {patch_height}x{patch_width}, got {tuple(shape)}. Resize the images, as the image "
+                "processor does. A single image needs a batch axis: pixel_values[None]."
             )
 
 
@@ -299,9 +284,7 @@ def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_g
 
 
 class ViTScratchEmbeddings(nn.Module):
-    """Patches, the class token before them, and positions; [1] eq. 1.
-
-    (B, C, height, width) -> (B, N, D), and the grid (rows, cols) of the patches.
+    """Patches, the class token, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D), and the patches' grid.
 
     Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
     LayerNorm follows ([3], as published in code). Images of another size get interpolated positions.
@@ -319,9 +302,8 @@ class ViTScratchEmbeddings(nn.Module):
             self.register_buffer("position_embeddings", positions)
         else:
             self.position_embeddings = nn.Parameter(positions)
-        self.layernorm = (
-            nn.Identity() if config.norm_first else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        )
+        norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = nn.Identity() if config.norm_first else norm
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
@@ -329,10 +311,7 @@ class ViTScratchEmbeddings(nn.Module):
         grid = self.patch_embeddings.grid_size(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
-                raise ValueError(
-                    "bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling, or "
-                    "ViTScratchModel(config, use_mask_token=True)."
-                )
+                raise ValueError("bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling.")
             if bool_masked_pos.shape != embeddings.shape[:2]:
                 raise ValueError(
                     f"bool_masked_pos must have one entry per patch: shape {tuple(embeddings.shape[:2])}, got "
@@ -437,19 +416,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     """The encoder: pixels to one vector per token, and one for the image; [1] eq. 1 to 4.
 
     Outputs:
-        last_hidden_state: (B, N, D), after the final LayerNorm that pre-LN needs; post-LN ends in one already. With
-            `fc_norm`, before it.
-        pooler_output: (B, D), what the classifier reads, without parameters of its own: the class token of
-            `last_hidden_state`, or the mean of its patch tokens; with `fc_norm`, then normalized. (transformers' ViT
-            has a tanh layer here.)
-        hidden_states: The embeddings and each layer's output, (B, N, D). Under pre-LN the last one comes before the
-            final LayerNorm, so it differs from `last_hidden_state`; as in transformers.
+        last_hidden_state: (B, N, D), after pre-LN's final LayerNorm; with `fc_norm`, before it.
+        pooler_output: (B, D), what the classifier reads: the class token of `last_hidden_state`, or the mean of its
+            patch tokens; with `fc_norm`, then normalized. It has no parameters, unlike that of transformers' ViT.
+        hidden_states: The embeddings and each layer's output, (B, N, D), before the final LayerNorm.
         attentions: Each layer's weights, (B, H, N, N).
-
-    Example:
-        >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32)
-        >>> ViTScratchModel(config)(torch.zeros(2, 3, 32, 32)).last_hidden_state.shape
-        torch.Size([2, 5, 192])
     """
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
@@ -460,10 +431,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             ViTScratchLayer(config, config.drop_path_rate * (depth / last if last else 1))
             for depth in range(config.num_hidden_layers)
         )
-        # Pre-LN leaves the residual stream unnormalized; [1] eq. 4.
-        self.layernorm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()
-        )
+        norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = norm if config.norm_first else nn.Identity()  # pre-LN's stream is unnormalized; [1] eq. 4
         self.post_init()
 
     @can_return_tuple
@@ -479,8 +448,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: (B, C, height, width), normalized by the image processor. Any height and width that the
-                patch size divides.
+            pixel_values: (B, C, height, width), normalized, of any size that the patch size divides.
             attention_mask: (B, N), 0 for tokens to ignore; by default none. A mean pooling leaves them out, too.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`, for which this call uses eager attention.
@@ -496,29 +464,19 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
-        position_embeddings = None
-        if config.position_embedding_type == "rope2d":
-            head_dim = config.hidden_size // config.num_attention_heads
-            position_embeddings = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, like=hidden_states)
-        if output_attentions and config._attn_implementation != "eager":  # only eager attention gives its weights
-            logger.warning_once(
-                "output_attentions=True needs eager attention, so this call uses it instead of "
-                f"{config._attn_implementation!r}. To choose it for all calls: model.set_attn_implementation('eager')."
-            )
+        if output_attentions:  # only eager attention gives its weights
             config = copy.copy(config)
             config._attn_implementation = "eager"
         mask = self._attention_scores_mask(config, hidden_states, attention_mask)
+        options: dict[str, Any] = {**kwargs, "attn_implementation": config._attn_implementation}
+        if config.position_embedding_type == "rope2d":
+            head_dim = config.hidden_size // config.num_attention_heads
+            options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
         # A visible loop, because FSDP2 renames the classes by which transformers' `capture_outputs` finds its hooks.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
-            hidden_states, attn_weights = layer(
-                hidden_states,
-                mask,
-                position_embeddings=position_embeddings,
-                attn_implementation=config._attn_implementation,
-                **kwargs,
-            )
+            hidden_states, attn_weights = layer(hidden_states, mask, **options)
             if output_hidden_states:  # a reference would keep its memory
                 all_hidden_states.append(hidden_states)
             if output_attentions:
@@ -598,9 +556,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         classifier_input = config.classifier_hidden_size or config.hidden_size
         self.pre_logits: nn.Module = nn.Identity()
         if config.classifier_hidden_size is not None:  # [1] section 3.1: one hidden layer at pre-training time
-            self.pre_logits = nn.Sequential(
-                nn.Linear(config.hidden_size, classifier_input), ACT2FN[config.classifier_act]
-            )
+            hidden_layer = nn.Linear(config.hidden_size, classifier_input)
+            self.pre_logits = nn.Sequential(hidden_layer, ACT2FN[config.classifier_act])
         self.classifier = nn.Linear(classifier_input, config.num_labels)
         self.post_init()
 
@@ -615,12 +572,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """
         outputs: BaseModelOutputWithPooling = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
-        return ImageClassifierOutput(
-            loss=None if labels is None else self._loss(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else self._loss(logits, labels)
+        return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of a batch, a scalar.
@@ -632,7 +585,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         default = "regression" if self.config.num_labels == 1 else "single_label_classification"
         problem_type = self.config.problem_type or default
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
-        if self.config.num_labels == 1 and labels.ndim == 1:
+        if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:
             labels = labels[:, None]
         expected = tuple(logits.shape[:1] if has_ids else logits.shape)
         if labels.shape != expected:
@@ -691,12 +644,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
             mask = mask.repeat_interleave(patch_height, dim=2).repeat_interleave(patch_width, dim=3)
             # [4] section 3.4. A batch without a masked patch has a loss of zero.
             loss = (error * mask).sum() / mask.sum().clamp(min=1) / self.config.num_channels
-        return MaskedImageModelingOutput(
-            loss=loss,
-            reconstruction=reconstruction,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return MaskedImageModelingOutput(loss, reconstruction, outputs.hidden_states, outputs.attentions)
 
 
 class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
@@ -728,9 +676,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
                 normed = hidden_states if self.config.fc_norm else self.layernorm(hidden_states)
                 patches = normed[:, self.config.num_prefix_tokens :]
                 feature_maps.append(patches.transpose(1, 2).unflatten(2, grid))  # (B, D, rows, cols)
-        return BackboneOutput(
-            feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return BackboneOutput(tuple(feature_maps), outputs.hidden_states, outputs.attentions)
 
 
 __all__ = [

@@ -177,19 +177,14 @@ def vit(
     eps: float,
     mask: Array | None = None,
 ) -> tuple[list[Array], Array, list[Array]]:
-    """Make a whole forward pass, [2] eq. 1 to 4, with a class token and learned positions.
+    """Run a whole forward pass, [2] eq. 1 to 4, with a class token and learned positions.
 
-    Args:
-        image: (C, height, width), normalised, of the size that the positions were made for.
-        parameters: Those of a `ViTScratchModel`, by name: `{name: x.numpy() for name, x in state_dict.items()}`.
-        num_layers: Number of encoder layers.
-        num_heads: Number of attention heads.
-        norm_first: Pre-LN or post-LN.
-        eps: Added to the variance by every norm.
-        mask: (N, N), 1 where token i may attend to token j, else 0.
+    `image` (C, height, width) is normalized, and of the size that the positions were made for. The parameters are
+    those of a `ViTScratchModel` by name, `{name: x.numpy() for name, x in state_dict.items()}`. `mask` is the 0/1 mask
+    (N, N) of `attention`.
 
     Returns:
-        The embeddings and each layer's output, (N, d) each; the last hidden state (N, d), normalised; and each layer's
+        The embeddings and each layer's output, (N, d) each; the last hidden state (N, d), normalized; and each layer's
         attention weights (h, N, N).
     """
     part = {name.removeprefix("embeddings."): x for name, x in parameters.items()}
