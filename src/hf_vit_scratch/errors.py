@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpx
+from huggingface_hub.errors import HTTPError
 
 
 class UserError(ValueError):
@@ -28,7 +28,7 @@ def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, OSError, httpx.HTTPError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, OSError, HTTPError) as error:
         if until():
             raise
         raise UserError(f"{' '.join(str(error).split())} ({type(error).__name__})") from error
