@@ -486,6 +486,15 @@ def test_parts_of_bert_that_do_not_belong_together_are_refused(changes, conv, nu
         from_bert(bert, nn.Conv2d(*conv), torch.zeros(num_values), **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bert_in_half_precision_is_converted(dtype):
+    bert = BertModel(BertConfig(**BERT_SIZES)).to(dtype)
+
+    ours = from_bert(bert, nn.Conv2d(3, 32, 4, 4).to(dtype), torch.zeros(32, dtype=dtype))
+
+    assert ours.layers[0].mlp.fc1.weight.dtype == dtype
+
+
 def test_layer_that_a_user_has_replaced_is_refused():
     theirs = tiny_timm()
     theirs.blocks[1].mlp.fc2 = nn.Sequential(theirs.blocks[1].mlp.fc2, nn.Dropout(0.1))

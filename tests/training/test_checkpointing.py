@@ -72,3 +72,13 @@ def test_nothing_is_resumed_unless_it_is_asked_for(make, tmp_path):
 def test_checkpoint_that_is_named_must_be_finished(make, tmp_path):
     with pytest.raises(UserError, match=rf"checkpoint-1 is incomplete or damaged \({CHECKSUMS}\)"):
         find_checkpoint(make(1), tmp_path)
+
+
+def test_incomplete_checkpoints_and_copies_do_not_count(make, tmp_path):
+    make(9)
+    make(1, limit=None).rename(tmp_path / "checkpoint-1-backup")
+    for step in (2, 3, 4):
+        make(step, limit=2)
+
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-3"]
+    assert (tmp_path / "checkpoint-1-backup").is_dir()

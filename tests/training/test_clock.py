@@ -54,6 +54,7 @@ def test_time_of_the_resumed_run_counts(at):
     log = [{"loss": 1.0, "minutes": 0.25}, {"eval_loss": 1.0, "minutes": 0.5}, {"train_loss": 1.0}]
 
     clock.resume(TrainerState(log_history=log))
+    assert clock.progress == pytest.approx(0.5)  # before the first step asks for its learning rate
     at(115.0)
 
     assert clock.minutes == pytest.approx(0.75)

@@ -364,6 +364,45 @@ def test_trainer_that_was_stopped_can_go_on(tmp_path):
     assert (trainer.stopped, trainer.state.global_step) == (False, 6)
 
 
+def test_stop_within_an_epoch_saves_once_and_does_not_evaluate(tmp_path):
+    saved = []
+    trainer = make_trainer(tmp_path, save_strategy="epoch", eval_strategy="epoch")
+    finish = trainer.finish_checkpoint
+    trainer.finish_checkpoint = lambda: (saved.append(trainer.state.global_step), finish())
+    trainer.add_callback(At(1, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
+
+    trainer.train()  # three steps in an epoch; the signal is heeded at the next one
+
+    assert saved == [2]
+    assert not any("eval_loss" in logs for logs in trainer.state.log_history)
+
+
+def test_files_of_an_earlier_attempt_do_not_get_into_a_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-6" / "trained_weights.safetensors").write_bytes(b"of a run with an average")
+
+    make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
+
+    assert not (tmp_path / "checkpoint-6" / "trained_weights.safetensors").exists()
+    make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_each_dataset_is_evaluated_with_its_own_size_also_within_a_subset(tmp_path):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=1)
+    rows = trainer.train_dataset.rows
+    processor = ViTImageProcessor(size={"height": 32, "width": 48}, do_convert_rgb=True)
+    shapes = set()
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.add(kwargs["pixel_values"].shape[2:]), with_kwargs=True
+    )
+
+    trainer.evaluate(torch.utils.data.Subset(ImageClassificationDataset(rows, processor), range(8)))
+    assert shapes == {(32, 48)}
+    shapes.clear()
+    trainer.train()
+    assert shapes == {(16, 24)}
+
+
 def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(tmp_path):
     def interrupt(control):
         raise KeyboardInterrupt

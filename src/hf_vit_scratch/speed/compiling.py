@@ -16,7 +16,7 @@ def has_equal_layers(model: nn.Module) -> bool:
     return len({layer.drop_path.drop_prob for layer in layers}) == 1
 
 
-def compile_layers(model: nn.Module, device: str, backend: str, mode: str | None) -> bool:
+def compile_layers(model: nn.Module, device: str, backend: str | None, mode: str | None) -> bool:
     """Compile the encoder layers one by one, in a fraction of the time that the whole model takes.
 
     Args:
@@ -28,7 +28,7 @@ def compile_layers(model: nn.Module, device: str, backend: str, mode: str | None
     Returns:
         Whether they were compiled. Without a C++ compiler, a warning says why not.
     """
-    if backend == "inductor" and not can_compile(device):
+    if backend in (None, "inductor") and not can_compile(device):
         logger.warning(
             "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt install "
             "g++ python3-dev). Training continues without it, and takes longer."

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import UserError
 
@@ -21,7 +21,8 @@ TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # files th
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run, newest first."""
     found = [path.parent for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{CHECKSUMS}")]
-    return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
+    named = [folder for folder in found if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)]
+    return sorted(named, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
 
 
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
@@ -86,11 +87,11 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
             aside.symlink_to(target.name)
             os.replace(aside, folder.parent / link)
     if limit:
-        kept = {str(folder), str(best)}
-        oldest_first = sort_checkpoints(str(folder.parent))
-        surplus = len(oldest_first) - max(limit, len(kept & {*oldest_first}))
-        for old in [path for path in oldest_first if path not in kept][: max(surplus, 0)]:
-            delete_checkpoint(Path(old))
+        complete = complete_checkpoints(folder.parent)
+        others = [path for path in complete if path not in (folder, best)]
+        surplus = len(complete) - max(limit, len(complete) - len(others))
+        for old in others[len(others) - surplus :] if surplus > 0 else ():
+            delete_checkpoint(old)
 
 
 def delete_checkpoint(folder: Path) -> None:

@@ -30,6 +30,8 @@ class Clock:
     def resume(self, state: TrainerState) -> None:
         """Add the time that the log of a resumed run ends with."""
         self.seconds_before = 60 * max((line.get("minutes", 0.0) for line in state.log_history), default=0.0)
+        if self.args.max_train_minutes is not None:  # the first batch and the first rate ask for it
+            self.progress = min(1.0, self.seconds_before / 60 / self.args.max_train_minutes)
 
     @property
     def minutes(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import DynamoBackend
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
@@ -46,6 +47,13 @@ from .progress_bar import ProgressByTime
 logger = logging.getLogger(__name__)
 
 
+def _batch_transform_of(dataset: Any) -> BatchTransform | None:
+    """Return the transform of a dataset of ours, also within a `Subset`, and `None` for other datasets."""
+    while not hasattr(dataset, "batch_transform") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return getattr(dataset, "batch_transform", None)
+
+
 class _Hooks(TrainerCallback):
     """What `ViTTrainer` does at the Trainer's events, in this order."""
 
@@ -71,7 +79,8 @@ class _Hooks(TrainerCallback):
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.trainer.has_started:  # a run that has ended was resumed
+        stopped_within = self.trainer.stopped and state.epoch % 1 != 0  # it has saved already
+        if stopped_within or not self.trainer.has_started:  # or a run that has ended was resumed
             control.should_evaluate = control.should_save = False
         self._log_first(control)
 
@@ -163,10 +172,10 @@ class ViTTrainer(Trainer):
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
             best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
-        except (OSError, RuntimeError) as error:
-            if "No space left" not in str(error):
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self._unfinished_checkpoint is None or "No space left" not in str(error):
                 raise
-            if self._unfinished_checkpoint is not None and self.args.should_save:
+            if self.args.should_save:
                 delete_checkpoint(self._unfinished_checkpoint)
             raise UserError(
                 f"{self.args.output_dir} cannot be written to: {error}. {self._last_checkpoint()}."
@@ -226,8 +235,8 @@ class ViTTrainer(Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(dataset, ImageClassificationDataset | ImageClassificationStream):  # that of training serves all
-            self.batch_transform = getattr(self.train_dataset, "batch_transform", dataset.batch_transform)
+        if dataset is self.train_dataset:
+            self.batch_transform = _batch_transform_of(dataset)
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
             # A stream makes batches for this process alone; accelerate would split them among the processes.
@@ -267,7 +276,8 @@ class ViTTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
-        if self.state.global_step >= self.state.max_steps:  # the stock loop would train one step more
+        # A run that has ended was resumed; the stock loop would train one step more.
+        if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
             self.control.should_training_stop = True
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -331,11 +341,15 @@ class ViTTrainer(Trainer):
         """Count images and time from here on."""
         self._images, self._logged_time = 0, time.perf_counter()
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any; every image counts once in the loss."""
         self.wait_for_push_before_forking()
-        with self._averaged(), self._uncompiled_if(True):
-            output = super().evaluation_loop(*args, **kwargs)
+        of_training, self.batch_transform = self.batch_transform, _batch_transform_of(dataloader.dataset)
+        try:
+            with self._averaged(), self._uncompiled_if(True):
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.batch_transform = of_training
         metrics = cast(dict[str, float], output.metrics)
         for name in list(metrics):
             # The stock mean counts the images twice with which a last batch is filled up for many devices.
@@ -348,22 +362,27 @@ class ViTTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
-        with self._averaged():
-            super().save_model(output_dir, _internal_call)
         if self.is_in_train and output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR):
             self._unfinished_checkpoint = Path(output_dir)
-            if self.ema is not None and self.args.should_save:
-                save_trained_weights(self.model, Path(output_dir))
+            if self.args.should_save:  # what an earlier attempt at this step has left
+                delete_checkpoint(Path(output_dir))
+            self.accelerator.wait_for_everyone()
+        with self._averaged():
+            super().save_model(output_dir, _internal_call)
+        if self._unfinished_checkpoint is not None and self.ema is not None and self.args.should_save:
+            save_trained_weights(self.model, self._unfinished_checkpoint)
 
     def finish_checkpoint(self) -> None:
         """Make the newest checkpoint complete, once all processes have written their parts of it."""
         if self._unfinished_checkpoint is None:
             return
-        folder, self._unfinished_checkpoint = self._unfinished_checkpoint, None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            finish_checkpoint(folder, None if best is None else Path(best), self._save_total_limit)
+            finish_checkpoint(
+                self._unfinished_checkpoint, None if best is None else Path(best), self._save_total_limit
+            )
+        self._unfinished_checkpoint = None
         self.accelerator.wait_for_everyone()
 
     def _last_checkpoint(self) -> str:
