@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 DECODED_BYTES_KEPT = 2 * 2**30
 # Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
 KEPT_FOR_CROPS = 1.5
-# Others lack some of the operations.
+# Other devices lack some of the operations, so their batches are transformed on the CPU.
 TRANSFORM_DEVICES = ("cpu", "cuda")
 
 
@@ -90,7 +90,7 @@ class BatchTransform:
         return resized["pixel_values"][0]
 
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
-        """Return the random numbers of images for a purpose, by their keys (B, 2): the epoch, and the image."""
+        """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
         number = ("augmentation", "mixing", "masking").index(purpose)
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
@@ -124,7 +124,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     A batch holds `pixel_values`, uint8 (B, 3, height, width); `labels`, class ids (B,); `keys`, NumPy integers (B, 2)
     of (epoch, row); and `stage`, the number of the stage of training, `None` in evaluation. Its data loader needs
-    `collate`. Decoded pixels depend on the image alone, not on whether they are kept, nor on the process.
+    `collate`. Within a dataset, decoded pixels do not depend on the process, nor on whether they are kept.
 
     Args:
         rows: A split of `load_splits`.
@@ -217,7 +217,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return a whole batch, for which the data loader asks if it can."""
         if get_worker_info() is not None:
             set_up_worker_process()
-        samples = [key if isinstance(key, Sample) else Sample(0, 0, key) for key in keys]
+        samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=0, row=key) for key in keys]
         indices = [sample.row for sample in samples]
         if self._images is not None and self._labels is not None:
             places = torch.tensor(indices, device=self._images.device)
@@ -230,7 +230,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             )
             labels = torch.tensor(rows["label"])
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
-        stage = samples[0].stage if self.stages else None
+        stage = samples[0].stage if self.stages else None  # the sampler mixes no stages in a batch
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         Args:
             size: Largest number of images.
             seed: Chooses the images.
-            stage: Index into `stages`; the last one of training has no augmentation.
+            stage: Index into `stages`; the last one of `training_stages` has no augmentation.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
@@ -254,15 +254,15 @@ def collate(batch: Any) -> Any:
 def set_up_worker_process() -> None:
     """Prepare a worker process of a data loader before its first batch."""
     keep_freed_memory()  # a batch takes what the one before has freed: 0.88 to 0.92 of the time, for photographs
-    _end_by_the_main_process_alone()
+    _ignore_sigterm_except_from_parent()
 
 
-def _end_by_the_main_process_alone() -> None:
-    """Let a worker process heed SIGTERM only from its main process.
+def _ignore_sigterm_except_from_parent() -> None:
+    """Let a worker process exit on SIGTERM only if its main process sent it.
 
-    Schedulers send SIGTERM to the whole job, and the main process needs its last batches to stop at a step's end. But
-    multiprocessing also ends the workers that an exception left behind by SIGTERM, and then waits for them. This works
-    for workers that are forked from the main process; others may have threads already, which the signal ends.
+    Schedulers send SIGTERM to the whole job, but the main process still needs batches to finish its step. The main
+    process's own SIGTERM must work: after an exception, multiprocessing ends leftover workers by it. This covers
+    workers that are forked. A spawned one may have started threads that do not block the signal.
     """
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender

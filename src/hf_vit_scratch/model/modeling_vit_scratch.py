@@ -1,6 +1,6 @@
 """A Vision Transformer [1] as a Hugging Face `PreTrainedModel`, to be read from top to bottom.
 
-    pixels -> patches -> + class token, + positions -> L encoder layers -> pooled token -> logits -> loss
+    pixels -> patches -> + class token, + positions -> encoder layers -> pooled vector -> logits -> loss
 
 Shapes: B images, C channels, rows x cols patches, N tokens (the class token, if any, and the patches), D hidden_size,
 H attention heads, K = D // H, L num_labels.
@@ -160,7 +160,7 @@ class ViTScratchMLP(nn.Module):
 class ViTScratchDropPath(nn.Module):
     """Stochastic depth: in training, drop a residual branch for whole images; Huang et al. 2016, arXiv 1603.09382.
 
-    A kept branch is divided by the probability of keeping it, so that the expectation stays.  (B, N, D) -> (B, N, D).
+    (B, N, D) -> (B, N, D). A kept branch is divided by the probability of keeping it, so its expected value stays.
     """
 
     def __init__(self, drop_prob: float):
@@ -271,7 +271,7 @@ def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_g
 
     Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The class token's stays as it is.
     """
-    # A graph that is exported for any size must interpolate at the model's own size, too.
+    # An export for any size must trace the interpolation. Returning early would fix the size.
     for_any_size = torch.compiler.is_exporting() and any(isinstance(length, torch.SymInt) for length in new_grid)
     if not for_any_size and old_grid == new_grid:
         return positions
@@ -296,7 +296,7 @@ class ViTScratchEmbeddings(nn.Module):
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
-        # Learned and fixed positions are saved and interpolated alike.
+        # "learned" and "rope2d" have trained positions (rope2d also rotates queries and keys), "sincos2d" fixed ones.
         positions = torch.zeros(1, config.num_prefix_tokens + math.prod(config.grid_size), config.hidden_size)
         if config.position_embedding_type == "sincos2d":
             self.register_buffer("position_embeddings", positions)
@@ -473,11 +473,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
-        # A visible loop, because FSDP2 renames the classes by which transformers' `capture_outputs` finds its hooks.
+        # Not transformers' `capture_outputs`: it finds layers by their class, which FSDP2 replaces.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
             hidden_states, attn_weights = layer(hidden_states, mask, **options)
-            if output_hidden_states:  # a reference would keep its memory
+            if output_hidden_states:  # only then, because it keeps their memory
                 all_hidden_states.append(hidden_states)
             if output_attentions:
                 all_attentions.append(attn_weights)
@@ -503,7 +503,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
         if config.is_causal:
-            return create_causal_mask(config, hidden_states, attention_mask, None)  # no cache; its name has changed
+            return create_causal_mask(config, hidden_states, attention_mask, None)  # no key-value cache
         return create_bidirectional_mask(config, hidden_states, attention_mask)
 
     def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -539,8 +539,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         torch.Size([2, 10])
     """
 
-    # The loss is a mean over the batch, so the Trainer must divide it by the number of accumulation steps. It does
-    # not for a model that seems to take `num_items_in_batch`, as **kwargs does.
+    # The loss is a batch mean, so the Trainer must divide it by the number of accumulation steps. Because of **kwargs
+    # it would believe that this model takes `num_items_in_batch`, and not divide.
     accepts_loss_kwargs = False
 
     def __init__(self, config: ViTScratchConfig):
@@ -657,7 +657,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
     """
 
     def __init__(self, config: ViTScratchConfig):
-        config.set_output_features_output_indices(config.out_features, None)  # a choice from here on
+        config.set_output_features_output_indices(config.out_features, None)  # so that the default is saved, too
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
 

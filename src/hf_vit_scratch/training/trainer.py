@@ -55,7 +55,7 @@ def _batch_transform_of(dataset: Any) -> BatchTransform | None:
 
 
 class _Hooks(TrainerCallback):
-    """What `ViTTrainer` does at the Trainer's events, in this order."""
+    """The work of `ViTTrainer` at the Trainer's events. Within an event, the order of the lines matters."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -79,9 +79,10 @@ class _Hooks(TrainerCallback):
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stopped_within = self.trainer.stopped and state.epoch % 1 != 0  # it has saved already
-        if stopped_within or not self.trainer.has_started:  # or a run that has ended was resumed
-            control.should_evaluate = control.should_save = False
+        # `on_step_end` has saved already if SIGTERM stopped the run. A finished run that is resumed makes no step.
+        if self.trainer.stopped or not self.trainer.has_started:
+            control.should_save = False
+            control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
         self._log_first(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -102,9 +103,9 @@ class ViTTrainer(Trainer):
     `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
 
     Args:
-        args: Arguments of the stock Trainer.
+        args: As for the stock Trainer, like `kwargs`. Its option `args` must be `ViTTrainingArguments`.
         stage: Function from the share of training that is done, 0 to 1, to the index of the training stage.
-        kwargs: Options of the stock Trainer; `args` must be `ViTTrainingArguments`.
+        kwargs: Options of the stock Trainer.
     """
 
     args: ViTTrainingArguments
@@ -131,8 +132,9 @@ class ViTTrainer(Trainer):
         self.has_started = False  # training has come to its first step
         self._resumed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
+        self._save_total_limit: int | None = None
         self._images_in_step = self._batches_in_step = 0
-        self._images, self._logged_time = 0, 0.0  # trained on since the last log in this process, and its time
+        self._images, self._logged_time = 0, 0.0  # images since the last log, and when that was
         use_faster_linear(self.model)
         if self.args.torch_compile and has_equal_layers(self.model):
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
@@ -165,9 +167,8 @@ class ViTTrainer(Trainer):
                 steps = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
             self.train_dataset.first_batch = steps * self.args.gradient_accumulation_steps
         best_was_loaded = False
-        # `finish_checkpoint` deletes old checkpoints, once the new one is complete.
-        save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
-        self._save_total_limit = save_total_limit
+        # The stock Trainer would delete old checkpoints before the new one is complete. `finish_checkpoint` waits.
+        self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
@@ -180,8 +181,8 @@ class ViTTrainer(Trainer):
             raise UserError(
                 f"{self.args.output_dir} cannot be written to: {error}. {self._last_checkpoint()}."
             ) from error
-        finally:  # after an interruption, too
-            self.args.save_total_limit = save_total_limit
+        finally:  # also after an exception
+            self.args.save_total_limit = self._save_total_limit
             if self.ema is not None and self.ema.steps and not best_was_loaded:  # the best one is an average already
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
@@ -192,8 +193,8 @@ class ViTTrainer(Trainer):
         checkpoint, decay = self._resumed_checkpoint, self.args.ema_decay
         if checkpoint is not None and (checkpoint / TRAINED_WEIGHTS).exists() != (decay is not None):
             raise UserError(
-                f"{checkpoint} was saved {'without' if decay else 'with'} a moving average of the weights. Resume "
-                "with the same --ema_decay."
+                f"{checkpoint} was saved with{'' if decay is None else 'out'} a moving average of the weights. Resume "
+                f"with{'' if decay is None else 'out'} --ema_decay, as that run was."
             )
         if decay is not None:
             self.ema = EMA(self.model, decay, steps=self.state.global_step)
@@ -201,7 +202,7 @@ class ViTTrainer(Trainer):
                 load_trained_weights(self.model, checkpoint)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Make a new model by `model_init`, as fast as the first one."""
+        """Make a model by `model_init`, with the same speed-ups as the first one."""
         model = use_faster_linear(super().call_model_init(trial))
         if self._layers_are_compiled:
             self._compile_layers(model)
@@ -212,7 +213,7 @@ class ViTTrainer(Trainer):
         return decayed_parameters(model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create AdamW as the arguments say, or Muon with it, with layer-wise learning rates."""
+        """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = build_optimizer(self.model, self.args, optimizer_class, options)
@@ -238,7 +239,7 @@ class ViTTrainer(Trainer):
         if dataset is self.train_dataset:
             self.batch_transform = _batch_transform_of(dataset)
         if isinstance(dataset, ImageClassificationStream):
-            dataset.batch_size = self._train_batch_size  # `auto_find_batch_size` may have changed it
+            dataset.batch_size = batch_size  # `auto_find_batch_size` may have changed it
             # A stream makes batches for this process alone; accelerate would split them among the processes.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
@@ -290,8 +291,8 @@ class ViTTrainer(Trainer):
     ) -> Any:
         """Return the loss, in training weighted so that every image of an optimizer step counts the same.
 
-        The stock Trainer takes the mean over the accumulated batches, of which the last may be smaller. A loss that
-        takes the number of images in the step needs no weight.
+        The stock Trainer averages the losses of the accumulated batches, although the last may be smaller. A loss that
+        divides by `num_items_in_batch` itself is left alone.
         """
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -335,7 +336,7 @@ class ViTTrainer(Trainer):
         if self.is_in_train:
             logs["minutes"] = round(self.clock.minutes, 4)
         super().log(logs, start_time)
-        logs.pop("minutes", None)  # a search for hyperparameters would add it to the metrics that it is for
+        logs.pop("minutes", None)  # a hyperparameter search sums all metrics, and time must not count
 
     def restart_throughput(self) -> None:
         """Count images and time from here on."""
@@ -352,7 +353,8 @@ class ViTTrainer(Trainer):
             self.batch_transform = of_training
         metrics = cast(dict[str, float], output.metrics)
         for name in list(metrics):
-            # The stock mean counts the images twice with which a last batch is filled up for many devices.
+            # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
+            # `compute_metrics` reports the exact loss, which takes its place.
             if name.endswith("_exact_loss"):
                 metrics[name.replace("_exact_loss", "_loss")] = metrics.pop(name)
         self.restart_throughput()
@@ -362,9 +364,10 @@ class ViTTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
-        if self.is_in_train and output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR):
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.is_in_train and output_dir is not None and Path(output_dir).name == name:
             self._unfinished_checkpoint = Path(output_dir)
-            if self.args.should_save:  # what an earlier attempt at this step has left
+            if self.args.should_save:  # remove what an earlier attempt at this step has left
                 delete_checkpoint(Path(output_dir))
             self.accelerator.wait_for_everyone()
         with self._averaged():
@@ -413,13 +416,13 @@ class ViTTrainer(Trainer):
             return
         if self.is_world_process_zero():
             if self.args.hub_always_push:
-                self._finish_current_push()  # it still reads the files that this one replaces
+                self._finish_current_push()  # it still reads the files that are replaced below
             elif self.push_in_progress is not None and not self.push_in_progress.is_done():
-                return  # as the stock one, which must not decide otherwise a moment later
+                return  # the stock Trainer skips this push, too, unless the other one ends a moment later
             output_dir = Path(self.args.output_dir)
             for code in Path(checkpoint_folder).glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
-            if not (output_dir / "README.md").exists():  # an earlier push may still be reading it
+            if not (output_dir / "README.md").exists():  # never replaced while a push may read it
                 self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
 
