@@ -115,6 +115,7 @@ class EarlierIsBetter(TrainerCallback):
         ("_get_train_sampler", "train_dataset"),
         ("_issue_warnings_after_load", "load_result"),
         ("_load_best_model", ""),
+        ("_prepare_inputs", "inputs"),
         ("_push_from_checkpoint", "checkpoint_folder"),
     ],
 )
