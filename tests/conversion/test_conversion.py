@@ -526,6 +526,10 @@ def drop_tanh(model):
     del model.heads.act
 
 
+def use_head_of_zeros(model):
+    nn.init.zeros_(model.head.weight)
+
+
 def tiny_torchvision_with_heads(heads):
     return changed(tiny_torchvision(), lambda model: setattr(model, "heads", heads))
 
@@ -535,7 +539,7 @@ def tiny_torchvision_with_heads(heads):
     [
         (lambda: from_timm(changed(tiny_timm(), use_relu_in_one_layer)), r"not equal: its hidden states"),
         (
-            lambda: from_torchvision(changed(randomize_(tiny_torchvision(representation_size=9), 0.5), drop_tanh)),
+            lambda: from_torchvision(changed(tiny_torchvision(representation_size=9), drop_tanh)),
             r"from_torchvision: the converted model is not equal: its outputs",
         ),
         (lambda: from_timm(tiny_timm(norm_layer=OtherNorm)), r"not equal: its hidden states"),
@@ -560,13 +564,21 @@ def tiny_torchvision_with_heads(heads):
             r"to_vit: layers\.1\.attention\.q_proj\.weight is missing",
         ),
         (
+            lambda: from_timm(tiny_timm(act_layer=lambda: nn.GELU(approximate="tanh"))),
+            r"from_timm: the converted model is not equal: its hidden states",
+        ),
+        (
+            lambda: from_timm(changed(tiny_timm(global_pool="avg", pool_include_prefix=True), use_head_of_zeros)),
+            r"from_timm: the converted model is not equal: its outputs",
+        ),
+        (
             lambda: from_torchvision(tiny_torchvision_with_heads(nn.ReLU())),
             r"from_torchvision: the converted model is not equal: its outputs",
         ),
     ],
-    ids=["act", "head_act", "norm", "forward", "hook", "our_act", "our_head", "our_depth", "heads"],
+    ids=["act", "head_act", "norm", "forward", "hook", "our_act", "our_head", "our_depth", "gelu", "zeros", "heads"],
 )  # fmt: skip
-def test_module_that_was_changed_after_it_was_built_is_refused(convert, message):
+def test_module_that_computes_something_else_is_refused_whatever_the_weights(convert, message):
     with pytest.raises(UserError, match=message):
         convert()
 

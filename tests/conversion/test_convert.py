@@ -77,7 +77,7 @@ def test_transformers_folder(tmp_path, capsys, photographs):
     printed = capsys.readouterr().out
     assert "Converted ViTForImageClassification" in printed
     assert "2 layers, hidden size 32, 4 attention heads; images 16x16, patches 4x4, 5 labels" in printed
-    assert "its outputs and hidden states equal the source's, in float64" in printed
+    assert "with random weights its outputs and hidden states equal the source's, in float64" in printed
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     pixel_values = torch.randn(2, 3, 16, 16)
     assert torch.equal(ours(pixel_values).logits, theirs(pixel_values).logits)

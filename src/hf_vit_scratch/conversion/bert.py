@@ -1,6 +1,7 @@
 """Conversion of transformers' BertModel on patches from and to ours."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,8 +11,8 @@ from transformers import BertConfig, BertModel
 from ..errors import blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values
-from .names import load_weights, square_as_number, to_our_names, to_their_names, weights_of, without_pooler
+from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_pooler
+from .names import load_weights, square_as_number, to_our_names, to_their_names, weights_of
 
 BERT = {
     "embeddings.LayerNorm": "embeddings.layernorm",
@@ -89,16 +90,22 @@ def from_bert(
             **{name: getattr(config, name) for name in FIELDS},
         )
     ours = ViTScratchModel(our_config)
-    theirs = without_pooler(bert.state_dict(), "from_bert")
+    warn_of_pooler(bert, "from_bert")
+    composite = BertComposite(bert, patch_embeddings, cls_token)
+    to_our_weights = partial(_to_our_weights, num_tokens=1 + math.prod(ours.config.grid_size))
+    load_weights(ours, to_our_weights(composite), "from_bert", like=bert)
+    check_equal(composite, ours, "from_bert", to_our_weights)
+    return ours
+
+
+def _to_our_weights(composite: BertComposite, num_tokens: int) -> dict[str, Tensor]:
+    """Return the weights of a composite under our names, its first token type folded into the positions."""
+    theirs = weights_of(composite.bert)
     tables = {name: theirs.pop(f"embeddings.{name}_embeddings.weight") for name in ("word", "position", "token_type")}
     state = to_our_names(theirs, BERT, "from_bert")
-    num_tokens = 1 + math.prod(ours.config.grid_size)
     state["embeddings.position_embeddings"] = (tables["position"][:num_tokens] + tables["token_type"][0])[None]
-    state["embeddings.cls_token"] = cls_token.reshape(1, 1, -1)
-    state |= {f"{PROJECTION}.{name}": tensor for name, tensor in patch_embeddings.state_dict().items()}
-    load_weights(ours, state, "from_bert", like=bert)
-    check_equal(BertComposite(bert, patch_embeddings, cls_token), ours, "from_bert")
-    return ours
+    state["embeddings.cls_token"] = composite.cls_token
+    return state | {f"{PROJECTION}.{name}": tensor for name, tensor in composite.patch_embeddings.state_dict().items()}
 
 
 def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
@@ -133,5 +140,6 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
     patch_embeddings = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=patch, stride=patch)
     load_weights(bert, theirs, "to_bert", like=model)
     load_weights(patch_embeddings, projection, "to_bert", like=model)
-    check_equal(BertComposite(bert, patch_embeddings, cls_token), model, "to_bert")
+    composite = BertComposite(bert, patch_embeddings, cls_token)
+    check_equal(composite, model, "to_bert", partial(_to_our_weights, num_tokens=num_tokens))
     return bert, patch_embeddings, cls_token.clone()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
-from .names import summarize
+from .names import load_weights, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +61,42 @@ def require_values(
         logger.warning("%s: left behind %s, which acts in training only.", caller, ", ".join(left_behind))
 
 
-def check_equal(theirs: nn.Module, ours: ViTScratchPreTrainedModel, caller: str) -> None:
-    """Refuse a conversion unless both models give the same hidden states and outputs for a random image, in float64.
+@torch.no_grad()
+def randomize_(module: nn.Module, std: float, generator: torch.Generator | None = None) -> nn.Module:
+    """Draw every parameter of `module` from a normal distribution around 0, norm scales around 1, in place."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            parameter.normal_(std=std, generator=generator)
+            if name == "weight" and isinstance(part, nn.LayerNorm | nn.RMSNorm):
+                parameter.add_(1)
+    return module
+
+
+def check_equal(
+    theirs: nn.Module,
+    ours: ViTScratchPreTrainedModel,
+    caller: str,
+    to_our_weights: Callable[[Any], Mapping[str, Tensor]],
+) -> None:
+    """Refuse a conversion unless copies of both models with the same random weights agree on a random image.
 
     It finds what no name and no shape shows: another activation, another order of the norms, a module's own forward.
+    The models' own weights may hide these: a new head of zeros gives the same logits for every pooling.
+
+    Args:
+        theirs: The model of the other library.
+        ours: Our model.
+        caller: The converter's name, for the messages.
+        to_our_weights: Returns the weights of a model like `theirs` under our names.
     """
-    size = (1, ours.config.num_channels, *ours.config.image_height_width)
-    pixels = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config, generator = ours.config, torch.Generator().manual_seed(0)
+    pixels = torch.randn(1, config.num_channels, *config.image_height_width, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         try:
-            expected, seen_ours = (observe(_twin(model), pixels) for model in (theirs, ours))
+            twin, our_twin = _twin(theirs), _twin(ours)
+            randomize_(twin, config.hidden_size**-0.5, generator)  # so that the tokens keep their scale
+            load_weights(our_twin, to_our_weights(twin), caller)
+            expected, seen_ours = observe(twin, pixels), observe(our_twin, pixels)
         except RuntimeError as error:
             raise UserError(f"{caller}: the model cannot be compared with ours: {error}.") from error
         expected.pop("pooler_output", None)  # a trained layer of transformers' ViT, which is left behind
@@ -79,12 +105,8 @@ def check_equal(theirs: nn.Module, ours: ViTScratchPreTrainedModel, caller: str)
             seen_ours["logits"] = seen_ours["pooler_output" if pooled else "last_hidden_state"]
         differences = largest_differences(expected, seen_ours)
     scale = max(1.0, *(tensor.abs().max().item() for tensor in expected.values()))
-    # `from_bert` adds weights in their own precision. In float32 the sum is exact enough.
-    tolerance = max(
-        1e-6, *(torch.finfo(tensor.dtype).eps / 2 for tensor in theirs.parameters() if tensor.is_floating_point())
-    )
     for kind, difference in differences.items():
-        if not difference <= tolerance * scale:
+        if not difference <= 1e-8 * scale:
             raise UserError(
                 f"{caller}: the converted model is not equal: its {kind} differ by {difference:.0e} on a random "
                 "image. A module computes something that we have no counterpart of, or was changed after it was built."
@@ -113,6 +135,12 @@ def warn_of_dropout(theirs: nn.Module, caller: str, carried: str) -> None:
     ]
     if left_behind:
         logger.warning("%s: left behind %s, which act in training only.", caller, summarize(left_behind))
+
+
+def warn_of_pooler(theirs: nn.Module, caller: str) -> None:
+    """Warn of transformers' pooler, which our model lacks."""
+    if getattr(theirs, "pooler", None) is not None:
+        logger.warning("%s: left behind the pooler, a trained layer which ViTScratchModel has not.", caller)
 
 
 def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:

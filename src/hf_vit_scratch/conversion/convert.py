@@ -74,7 +74,7 @@ def convert(
         if label_names and len(label_names) == ours.config.num_labels:
             ours.config.id2label = dict(enumerate(label_names))
             ours.config.label2id = {name: index for index, name in enumerate(label_names)}
-        notes = ["its outputs and hidden states equal the source's, in float64"]
+        notes = ["with random weights its outputs and hidden states equal the source's, in float64"]
         notes.append(_save_image_processor(source, module, destination))
     ours.save_pretrained(destination)
 

@@ -1,6 +1,5 @@
 """Parameters under the names of another library, and the one check of names and shapes."""
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -12,21 +11,13 @@ from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
 
-logger = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of an encoder or a model with a head, without the prefix `vit.`."""
-    return {name.removeprefix("vit."): tensor for name, tensor in model.state_dict().items()}
-
-
-def without_pooler(state: Mapping[str, Tensor], caller: str) -> dict[str, Tensor]:
-    """Return the weights but for those of a pooler of transformers, and warn of these."""
-    kept = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
-    if len(kept) < len(state):
-        logger.warning("%s: left behind the pooler, a trained layer which ViTScratchModel has not.", caller)
-    return kept
+    """Return the state dict of an encoder or a model with a head, without the prefix `vit.` and without a pooler."""
+    state = model.state_dict().items()
+    return {name.removeprefix("vit."): tensor for name, tensor in state if not name.startswith("pooler.")}
 
 
 def _our_names(name: str, table: Mapping[str, str]) -> list[str]:

@@ -20,23 +20,12 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForMaskedImageMode
 
 from ..model.modeling_vit_scratch import ViTScratchForMaskedImageModeling, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
-from .checks import largest_differences, observe
+from .checks import largest_differences, observe, randomize_
 from .timm import from_timm, to_timm
 from .torchvision import from_torchvision, to_torchvision
 from .vit import CLASSES, from_vit, to_vit
 
 KINDS = ("outputs", "hidden states", "attention maps", "gradients")
-
-
-@torch.no_grad()
-def randomize_(module: nn.Module, std: float, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw every parameter of `module` from a normal distribution around 0, norm scales around 1, in place."""
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            parameter.normal_(std=std, generator=generator)
-            if name == "weight" and isinstance(part, nn.LayerNorm | nn.RMSNorm):
-                parameter.add_(1)
-    return module
 
 
 def with_gradients_as_parameters(module: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2CLS, ACT2FN
 
 from ..errors import UserError
@@ -33,6 +33,10 @@ ACTIVATIONS = {
 }
 
 
+def _to_our_weights(vit: nn.Module) -> dict[str, Tensor]:
+    return to_our_names(vit.state_dict(), TIMM, "from_timm")
+
+
 def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
     """Convert timm's `VisionTransformer`, pooled by class token or average, with or without head, to ours.
 
@@ -44,7 +48,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
     """
     require_class(vit, (timm_class("from_timm"),), "from_timm")
     source = cast(Any, vit)
-    state = to_our_names(vit.state_dict(), TIMM, "from_timm")
+    state = _to_our_weights(vit)
     block = source.blocks[0]
     activation = type(block.mlp.act).__name__
     poolings = {"token": "cls", "avg": "mean"}
@@ -65,7 +69,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
         pooling=poolings[source.global_pool],
         fc_norm=not isinstance(source.fc_norm, nn.Identity),
     )
-    check_equal(vit, ours, "from_timm")
+    check_equal(vit, ours, "from_timm", _to_our_weights)
     warn_of_dropout(vit, "from_timm", carried="attn_drop")
     return ours
 
@@ -101,7 +105,7 @@ def to_timm(model: ViTScratchPreTrainedModel) -> Any:
         act_layer=partial(ACT2FN.__getitem__, config.hidden_act),
     )
     load_weights(vit, to_their_names(weights_of(model), vit.state_dict(), TIMM), "to_timm", like=model)
-    check_equal(vit, model, "to_timm")
+    check_equal(vit, model, "to_timm", _to_our_weights)
     return vit
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
@@ -38,6 +38,10 @@ ACCEPTED = PRE_LN | {
 }
 
 
+def _to_our_weights(vit: nn.Module) -> dict[str, Tensor]:
+    return to_our_names(vit.state_dict(), TORCHVISION, "from_torchvision")
+
+
 def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
     """Convert torchvision's `VisionTransformer` (`vit_b_16` and its family) to ours.
 
@@ -49,7 +53,7 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
     """
     require_class(vit, (VisionTransformer,), "from_torchvision")
     source = cast(Any, vit)
-    state = to_our_names(vit.state_dict(), TORCHVISION, "from_torchvision")
+    state = _to_our_weights(vit)
     layer = source.encoder.layers[0]
     ours = build_from_weights(
         state,
@@ -60,7 +64,7 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
         layer_norm_eps=layer.ln_1.eps,
         attention_probs_dropout_prob=layer.self_attention.dropout,
     )
-    check_equal(vit, ours, "from_torchvision")
+    check_equal(vit, ours, "from_torchvision", _to_our_weights)
     warn_of_dropout(vit, "from_torchvision", carried="self_attention")
     return ours
 
@@ -91,5 +95,5 @@ def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
     if isinstance(model, ViTScratchModel):
         vit.heads = nn.Identity()
     load_weights(vit, to_their_names(weights_of(model), vit.state_dict(), TORCHVISION), "to_torchvision", like=model)
-    check_equal(vit, model, "to_torchvision")
+    check_equal(vit, model, "to_torchvision", _to_our_weights)
     return vit

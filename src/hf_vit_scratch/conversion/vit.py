@@ -12,8 +12,8 @@ from ..model.modeling_vit_scratch import (
     ViTScratchModel,
     ViTScratchPreTrainedModel,
 )
-from .checks import PRE_LN, check_equal, require_class, require_values
-from .names import load_weights, weights_of, without_pooler
+from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_pooler
+from .names import load_weights, weights_of
 
 CLASSES: dict[type, type] = {
     ViTModel: ViTScratchModel,
@@ -41,14 +41,15 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
     require_class(vit, CLASSES, "from_vit")
     if isinstance(vit, ViTForImageClassification) and isinstance(vit.classifier, nn.Identity):
         return from_vit(vit.vit)
-    state, source_config = without_pooler(weights_of(vit), "from_vit"), cast(Any, vit.config)
+    warn_of_pooler(vit, "from_vit")
+    state, source_config = weights_of(vit), cast(Any, vit.config)
     config = ViTScratchConfig(norm_first=True, **{name: getattr(source_config, name) for name in FIELDS})
     if "classifier.weight" in state:  # it may have been replaced
         config.num_labels = len(state["classifier.weight"])
     ours_class = next(ours for theirs, ours in CLASSES.items() if isinstance(vit, theirs))
     options = {"use_mask_token": "embeddings.mask_token" in state} if ours_class is ViTScratchModel else {}
     ours = load_weights(ours_class(config, **options), state, "from_vit", like=vit)
-    check_equal(vit, ours, "from_vit")
+    check_equal(vit, ours, "from_vit", weights_of)
     return ours
 
 
@@ -68,5 +69,5 @@ def to_vit(model: ViTScratchPreTrainedModel) -> Any:
     vit_class = next(theirs for theirs, ours in CLASSES.items() if isinstance(model, ours))
     options = {"add_pooling_layer": False, "use_mask_token": "embeddings.mask_token" in state}
     vit = load_weights(vit_class(config, **(options if vit_class is ViTModel else {})), state, "to_vit", like=model)
-    check_equal(vit, model, "to_vit")
+    check_equal(vit, model, "to_vit", weights_of)
     return vit
