@@ -97,7 +97,8 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
 def delete_checkpoint(folder: Path) -> None:
     """Delete a checkpoint, its checksums first, so that a crash leaves no damaged one."""
     (folder / CHECKSUMS).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def damaged_files(folder: Path) -> list[str]:
