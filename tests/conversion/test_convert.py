@@ -345,6 +345,10 @@ def test_damaged_file_is_refused(name, content, tmp_path, capsys):
             lambda: tiny_timm().state_dict() | {"patch_embed.proj.weight": torch.zeros(9)},
             "projection.weight is missing, or has a wrong number of axes.",
         ),
+        (
+            lambda: tiny_timm().state_dict() | {"fc_norm.weight": torch.ones(32)},
+            "fc_norm.weight has the place of another weight.",
+        ),
         (lambda: {"epoch": 3}, "holds no weights by name."),
         (lambda: {1: torch.zeros(2)}, "holds no weights by name."),
         (
@@ -361,6 +365,7 @@ def test_damaged_file_is_refused(name, content, tmp_path, capsys):
         "width",
         "no_layers",
         "patches",
+        "two_norms",
         "no_tensor",
         "no_name",
         "qkv",

@@ -37,13 +37,15 @@ def to_our_names(theirs: Mapping[str, Tensor], table: Mapping[str, str], caller:
     """Return parameters under our names, joined ones split.
 
     Raises:
-        UserError: The table lacks some of the names.
+        UserError: The table lacks some of the names, or two of them stand for one of ours.
     """
     names = {name: _our_names(name, table) for name in theirs}
     if unknown := [name for name, ours in names.items() if not ours]:
         raise UserError(f"{caller}: no plain Vision Transformer: we have no counterpart of {summarize(unknown)}.")
     state: dict[str, Tensor] = {}
     for name, ours in names.items():
+        if state.keys() & set(ours):
+            raise UserError(f"{caller}: {name} has the place of another weight. Delete one of them.")
         state |= zip(ours, theirs[name].chunk(len(ours)), strict=False)
     return state
 

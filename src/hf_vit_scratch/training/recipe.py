@@ -38,10 +38,9 @@ class Recipe:
     """What a run is made of.
 
     Args:
-        settings: By the name of the flag, every value that differs from the default because somebody or something set
-            it.
+        settings: Every value that is set instead of left at its default, by the name of its flag.
         images: Fingerprint of the splits; empty for a stream.
-        machine: What was chosen for the machine, a line each. Another machine may choose otherwise.
+        machine: Choices for the machine, one line each. Another machine may choose otherwise.
     """
 
     settings: dict[str, Setting] = field(default_factory=dict)
