@@ -36,6 +36,7 @@ from hf_vit_scratch.training import optimizers, steps
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import finish_checkpoint
 from hf_vit_scratch.training.loss_watch import LossWatch
+from hf_vit_scratch.training.optimizers import decayed_parameters
 from hf_vit_scratch.training.recipe import Recipe
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -133,7 +134,7 @@ def test_no_other_private_method_of_the_stock_trainer_is_overridden():
 def test_only_the_weights_of_matrices_decay(norm_first, tmp_path):
     trainer = make_trainer(tmp_path, {"norm_first": norm_first, "qk_norm": True, "classifier_hidden_size": 20})
 
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    decayed = set(decayed_parameters(trainer.model))
 
     undecayed = {name for name, _ in trainer.model.named_parameters()} - decayed
     last = set() if not norm_first else {"vit.layernorm.weight", "vit.layernorm.bias"}
@@ -149,14 +150,18 @@ def test_only_the_weights_of_matrices_decay(norm_first, tmp_path):
     }  # fmt: skip
 
 
-def test_optimizer_decays_what_the_trainer_names(tmp_path):
+@pytest.mark.parametrize(
+    "chosen", [None, (torch.optim.SGD, {"momentum": 0.9})], ids=["by the arguments", "by the user"]
+)
+def test_optimizer_decays_the_weights_of_matrices(chosen, tmp_path):
     trainer = make_trainer(tmp_path)
+    trainer.optimizer_cls_and_kwargs = chosen
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
 
     groups = trainer.create_optimizer().param_groups
 
     decayed = {names[id(parameter)] for group in groups if group["weight_decay"] for parameter in group["params"]}
-    assert decayed == set(trainer.get_decay_parameter_names(trainer.model))
+    assert decayed == set(decayed_parameters(trainer.model))
     assert sum(len(group["params"]) for group in groups) == len(names)
 
 
@@ -809,7 +814,7 @@ def test_push_that_is_skipped_leaves_the_files_of_the_one_before_alone(strategy,
 @pytest.mark.parametrize("by_time", [True, False], ids=["by time", "by steps"])
 def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_time, caplog):
     watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
-    args = SimpleNamespace(max_train_minutes=10.0 if by_time else None)
+    args = SimpleNamespace(max_train_minutes=10.0 if by_time else None, task="image-classification")
 
     for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
         state = SimpleNamespace(global_step=1 if by_time else 1000 * share, max_steps=1000)

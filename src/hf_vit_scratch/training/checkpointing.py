@@ -25,6 +25,12 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(named, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
 
 
+def describe_last_checkpoint(output_dir: str) -> str:
+    """Return in words which checkpoint of a run that fails is left."""
+    newest = complete_checkpoints(Path(output_dir))
+    return f"The last complete checkpoint is {newest[0]}" if newest else "No checkpoint was saved yet"
+
+
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
     """Return the checkpoint to resume from, verified.
 

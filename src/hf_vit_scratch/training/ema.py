@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ..errors import UserError
 
 # In a checkpoint, beside model.safetensors, which holds the average.
 TRAINED_WEIGHTS = "trained_weights.safetensors"
@@ -25,6 +28,32 @@ class EMA:
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.average.n_averaged.fill_(steps)
         self._is_swapped = False
+
+    @classmethod
+    def start(cls, model: nn.Module, decay: float | None, steps: int, checkpoint: Path | None) -> Self | None:
+        """Begin an average, or go on with that of a checkpoint; `None` without a decay.
+
+        Args:
+            model: The model. If a run is resumed, it holds the average, and gets the weights that were trained.
+            decay: As above.
+            steps: As above.
+            checkpoint: The checkpoint that is resumed, if any.
+
+        Raises:
+            UserError: The checkpoint has an average and the run has none, or the other way round.
+        """
+        if checkpoint is not None and (checkpoint / TRAINED_WEIGHTS).exists() != (decay is not None):
+            out = "" if decay is None else "out"
+            raise UserError(
+                f"{checkpoint} was saved with{out} a moving average of the weights. Resume with{out} --ema_decay, as "
+                "that run was."
+            )
+        if decay is None:
+            return None
+        ema = cls(model, decay, steps)
+        if checkpoint is not None:
+            model.load_state_dict(load_file(checkpoint / TRAINED_WEIGHTS))
+        return ema
 
     @property
     def steps(self) -> int:
@@ -60,8 +89,3 @@ def save_trained_weights(model: nn.Module, checkpoint: Path) -> None:
     """Save the weights that training goes on with, in a checkpoint whose model is the average."""
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, checkpoint / TRAINED_WEIGHTS, metadata={"format": "pt"})
-
-
-def load_trained_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Load what `save_trained_weights` has saved."""
-    model.load_state_dict(load_file(checkpoint / TRAINED_WEIGHTS))

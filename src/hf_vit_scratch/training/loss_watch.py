@@ -1,4 +1,4 @@
-"""A warning if the loss does not move."""
+"""An error if the loss is not finite, and a warning if it does not move."""
 
 import logging
 import math
@@ -7,6 +7,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer import TrainerState
 
+from ..errors import UserError
+from .checkpointing import describe_last_checkpoint
+
 logger = logging.getLogger(__name__)
 
 WATCHED_PART = 0.1  # of training, after which the loss should have moved
@@ -14,7 +17,7 @@ NOT_MOVED = 0.98  # share of the first loss above which it has not
 
 
 class LossWatch(TrainerCallback):
-    """Say once, after a tenth of the training, if the loss has not moved."""
+    """Stop at a loss that is not finite. Say once, after a tenth of the training, if that of a classifier stays."""
 
     def __init__(self) -> None:
         self.first_loss: float | None = None
@@ -23,10 +26,24 @@ class LossWatch(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Compare the loss of this line with that of the first one, at the first line after a tenth."""
-        if self.done or logs is None or "loss" not in logs:
+        """Look at the loss of this line.
+
+        Raises:
+            UserError: The loss is not finite.
+        """
+        if logs is None or "loss" not in logs:
             return
         loss = float(logs["loss"])
+        if not math.isfinite(loss):
+            rate = logs.get("learning_rate", args.learning_rate)
+            raise UserError(
+                f"The loss is {loss} at step {state.global_step}. {describe_last_checkpoint(args.output_dir)}. The "
+                f"likely cause is a learning rate that is too high (now {rate:.3g}), too short a warm-up, or 16-bit "
+                "precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower "
+                "--max_grad_norm."
+            )
+        if self.done or args.task != "image-classification":
+            return
         if self.first_loss is None:
             self.first_loss = loss
             return

@@ -31,17 +31,17 @@ from ..speed.hardware import keep_freed_memory
 from ..speed.linear import use_faster_linear
 from .arguments import ViTTrainingArguments
 from .checkpointing import (
-    complete_checkpoints,
     delete_checkpoint,
+    describe_last_checkpoint,
     find_checkpoint,
     finish_checkpoint,
     refuse_damage,
 )
 from .clock import Clock
-from .ema import EMA, TRAINED_WEIGHTS, load_trained_weights, save_trained_weights
+from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
-from .optimizers import build_optimizer, decayed_parameters, schedule_by_progress
+from .optimizers import build_optimizer, schedule_by_progress
 from .progress_bar import ProgressByTime
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,9 @@ class _Hooks(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.clock.resume(state)
-        self.trainer.start_average()
+        trainer = self.trainer
+        trainer.clock.resume(state)
+        trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
@@ -130,7 +131,7 @@ class ViTTrainer(Trainer):
         self.graceful_stop = GracefulStop(self.args)
         self.stopped = False  # by SIGTERM
         self.has_started = False  # training has come to its first step
-        self._resumed_checkpoint: Path | None = None
+        self.resumed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
         self._images_in_step = self._batches_in_step = 0
@@ -140,8 +141,7 @@ class ViTTrainer(Trainer):
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             self._layers_are_compiled = self._compile_layers(self.model)
         self.add_callback(_Hooks(self))
-        if self.args.task == "image-classification":
-            self.add_callback(LossWatch())
+        self.add_callback(LossWatch())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(lambda: self.clock.progress))
         if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
@@ -155,7 +155,7 @@ class ViTTrainer(Trainer):
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
         """
-        self._resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self.has_started = self.stopped = self.graceful_stop.requested = False
         self.ema, self._unfinished_checkpoint = None, None
         self.clock.start()
@@ -178,28 +178,14 @@ class ViTTrainer(Trainer):
                 raise
             if self.args.should_save:
                 delete_checkpoint(self._unfinished_checkpoint)
-            raise UserError(
-                f"{self.args.output_dir} cannot be written to: {error}. {self._last_checkpoint()}."
-            ) from error
+            last = describe_last_checkpoint(self.args.output_dir)
+            raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
         finally:  # also after an exception
             self.args.save_total_limit = self._save_total_limit
             if self.ema is not None and self.ema.steps and not best_was_loaded:  # the best one is an average already
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
         return output
-
-    def start_average(self) -> None:
-        """Begin the moving average of the weights, or go on with that of the checkpoint."""
-        checkpoint, decay = self._resumed_checkpoint, self.args.ema_decay
-        if checkpoint is not None and (checkpoint / TRAINED_WEIGHTS).exists() != (decay is not None):
-            raise UserError(
-                f"{checkpoint} was saved with{'' if decay is None else 'out'} a moving average of the weights. Resume "
-                f"with{'' if decay is None else 'out'} --ema_decay, as that run was."
-            )
-        if decay is not None:
-            self.ema = EMA(self.model, decay, steps=self.state.global_step)
-            if checkpoint is not None:
-                load_trained_weights(self.model, checkpoint)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make a model by `model_init`, with the same speed-ups as the first one."""
@@ -208,14 +194,11 @@ class ViTTrainer(Trainer):
             self._compile_layers(model)
         return model
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the parameters that weight decay applies to."""
-        return decayed_parameters(model)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates."""
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if self.optimizer is None:
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            optimizer_class, options = chosen
             self.optimizer = build_optimizer(self.model, self.args, optimizer_class, options)
         return super().create_optimizer(model)
 
@@ -317,18 +300,7 @@ class ViTTrainer(Trainer):
     # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the throughput of training since the last line, and the minutes since the start.
-
-        Raises:
-            UserError: The loss is not finite.
-        """
-        if self.is_in_train and not math.isfinite(logs.get("loss", 0.0)):
-            raise UserError(
-                f"The loss is {logs['loss']} at step {self.state.global_step}. {self._last_checkpoint()}. The likely "
-                f"cause is a learning rate that is too high (now {self._get_learning_rate():.3g}), too short a "
-                "warm-up, or 16-bit precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, "
-                "or a lower --max_grad_norm."
-            )
+        """Add the throughput of training since the last line, and the minutes since the start."""
         if "loss" in logs and self.has_started:
             seconds = time.perf_counter() - self._logged_time
             logs["images_per_second"] = round(self._images * self.args.world_size / seconds, 1)
@@ -387,10 +359,6 @@ class ViTTrainer(Trainer):
             )
         self._unfinished_checkpoint = None
         self.accelerator.wait_for_everyone()
-
-    def _last_checkpoint(self) -> str:
-        newest = complete_checkpoints(Path(self.args.output_dir))
-        return f"The last complete checkpoint is {newest[0]}" if newest else "No checkpoint was saved yet"
 
     def _load_best_model(self) -> None:
         # The stock Trainer would load a damaged file without a word.
