@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from hf_vit_scratch.data import dataset
 from hf_vit_scratch.speed.hardware import can_compile
 
-STEPS = 3000
 ALLOWED = 400  # bytes per step: the log takes some
 
 
@@ -33,10 +32,11 @@ class Memory(TrainerCallback):
             self.rows.append((state.global_step, self.process.memory_info().rss, open_files, children))
 
 
-def test_memory_of_a_long_run_is_flat_and_nothing_stays_open(tmp_path, figure):
+def test_memory_of_a_long_run_is_flat_and_nothing_stays_open(tmp_path, times, figure):
+    number = times(1500, 3000)
     trainer = make_trainer(
-        tmp_path, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=100, save_strategy="steps",
-        save_steps=500, save_total_limit=2, eval_strategy="no", ema_decay=0.9,
+        tmp_path, max_steps=number, per_device_train_batch_size=4, logging_steps=100, save_strategy="steps",
+        save_steps=250, save_total_limit=2, eval_strategy="no", ema_decay=0.9,
     )  # fmt: skip
     memory = Memory(50)
     trainer.add_callback(memory)
@@ -53,7 +53,7 @@ def test_memory_of_a_long_run_is_flat_and_nothing_stays_open(tmp_path, figure):
     assert set(children) == {children_before}
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
     figure(
-        f"{STEPS:,} steps: memory grows by {slope:.0f} bytes per step; no file or process stays open; 2 checkpoints"
+        f"{number:,} steps: memory grows by {slope:.0f} bytes per step; no file or process stays open; 2 checkpoints"
     )
 
 
