@@ -17,13 +17,7 @@ def has_equal_layers(model: nn.Module) -> bool:
 
 
 def compile_layers(model: nn.Module, device: str, backend: str | None, mode: str | None) -> bool:
-    """Compile the encoder layers one by one, in a fraction of the time that the whole model takes.
-
-    Args:
-        model: A model with equal layers; changed in place.
-        device: Type of the device.
-        backend: Backend of `torch.compile`.
-        mode: Mode of `torch.compile`.
+    """Compile equal encoder layers one by one, in a fraction of the time that the whole model takes.
 
     Returns:
         Whether they were compiled. Without a C++ compiler, a warning says why not.

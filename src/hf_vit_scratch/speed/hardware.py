@@ -31,9 +31,7 @@ def keep_freed_memory() -> bool:
 
     Nothing changes with another C library, nor if the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, `LD_PRELOAD`).
     """
-    chosen = any(name.startswith("MALLOC_") for name in os.environ) or {"GLIBC_TUNABLES", "LD_PRELOAD"} & set(
-        os.environ
-    )
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -80,15 +78,9 @@ def choose_muon_dtype(device: str) -> str:
 
 
 def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
-    """Set the precisions, the attention and the threads that suit the machine.
+    """Set the precisions, the attention and the threads that suit the machine, and return what was chosen and why.
 
-    Args:
-        training_args: `ViTTrainingArguments`; changed in place.
-        config: A `ViTScratchConfig`; changed in place.
-        given: Names of the flags that the user has given, which stay.
-
-    Returns:
-        What was chosen and why, a line for each.
+    `ViTTrainingArguments` and `ViTScratchConfig` are changed in place. The flags that the user has `given` stay.
     """
     device, choices = training_args.device.type, []
     # What `accelerate launch` was told is a choice, too.

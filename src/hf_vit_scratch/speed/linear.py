@@ -26,15 +26,9 @@ TOKENS_FOR_CONVOLUTION = 1536
 
 
 def use_faster_linear(model: Module) -> Module:
-    """Let each plain `nn.Linear` of a model choose its library at every call.
+    """Let each plain `nn.Linear` of a model choose its library at every call, and return the same model.
 
     Parameters, their names and the state dict stay as they are.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        The same model.
     """
     for module in model.modules():
         if type(module) is nn.Linear:

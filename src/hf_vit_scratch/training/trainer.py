@@ -404,10 +404,7 @@ class ViTTrainer(Trainer):
     ) -> None:
         """Write the card of `hf_vit_scratch.evaluation.model_card` where the stock Trainer would write its own.
 
-        Args:
-            license: An identifier of the Hub; by default that of the arguments.
-            model_name: By default the name of the run's folder.
-            kwargs: Options of the stock Trainer, used for models of other classes only.
+        The stock Trainer writes that of a model of another class, with all options.
         """
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, **kwargs)
