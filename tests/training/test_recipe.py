@@ -192,6 +192,16 @@ def test_folder_of_another_run_is_refused(tmp_path):
         resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)), Recipe())
 
 
+def test_checkpoints_of_another_trainer_are_not_taken_for_unfinished_ones(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()  # the stock Trainer writes no checksums
+    args = ViTTrainingArguments(output_dir=str(tmp_path))
+
+    with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten"):
+        resolve_checkpoint(args, Recipe())
+    (tmp_path / "recipe.yaml").write_text("# python train.py")
+    assert resolve_checkpoint(args, Recipe()) is None
+
+
 def test_new_or_empty_folder_starts_a_run(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
         assert resolve_checkpoint(ViTTrainingArguments(output_dir=str(folder)), Recipe()) is None

@@ -94,17 +94,14 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
 def _refuse_other_run(output_dir: Path) -> None:
     """Refuse a folder that holds more than a check, or a run killed before its first checkpoint, leaves behind."""
-    if not output_dir.exists():
-        return
-    if output_dir.is_dir():
-        incomplete = {path.name for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-        incomplete -= {path.name for path in complete_checkpoints(output_dir)}
-        if not {path.name for path in output_dir.iterdir()} - {RECIPE, FACTS, "samples.png", LOCK} - incomplete:
-            return
-    raise UserError(
-        f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint true, "
-        "choose another --output_dir, or delete it."
-    )
+    replaceable = {output_dir / name for name in (RECIPE, FACTS, "samples.png", LOCK)}
+    if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
+        replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
+    if output_dir.is_file() or {*output_dir.glob("*")} - replaceable:
+        raise UserError(
+            f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint "
+            "true, choose another --output_dir, or delete it."
+        )
 
 
 def without_resuming(argv: Sequence[str]) -> list[str]:
