@@ -84,7 +84,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     figure.savefig(path, dpi=110)
 
 
-def plot_mistakes(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
     """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
     columns = min(6, len(images))
     lines = -(-len(images) // columns)

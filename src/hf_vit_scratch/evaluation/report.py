@@ -12,7 +12,7 @@ from transformers.trainer_utils import PredictionOutput
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image
 from ..data.masking import MaskedImageDataset, plot_reconstructions
-from .figures import plot_curves, plot_mistakes
+from .figures import plot_curves, plot_images
 from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
 
@@ -74,4 +74,4 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[st
     if places:
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
-        plot_mistakes(images, captions, path)
+        plot_images(images, captions, path)
