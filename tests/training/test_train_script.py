@@ -275,7 +275,7 @@ def test_saved_model_without_an_image_processor_is_refused(tmp_path):
     ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("data: digits\n")
-    with pytest.raises(UserError, match=r"model holds no preprocessor_config\.json, which says how its images were"):
+    with pytest.raises(UserError, match=r"model needs an image processor beside its weights"):
         train.main([str(recipe), "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")])
 
 

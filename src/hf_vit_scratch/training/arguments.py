@@ -232,20 +232,3 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
     """Set fields of the arguments by name, whichever dataclass they belong to."""
     for name, value in values.items():
         setattr(next(part for part in args if hasattr(part, name)), name, value)
-
-
-def refuse_labels(args: Arguments) -> None:
-    """Refuse what needs labels where none are read.
-
-    Raises:
-        UserError: Names it.
-    """
-    data, mixing, training = args.data, args.mixing, args.training
-    for asked, flag in (
-        (data.streaming, "--streaming"),
-        (training.check, "--check"),
-        (mixing.mixup_alpha or mixing.cutmix_alpha, "mixing (--mixup_alpha, --cutmix_alpha)"),
-        (training.label_smoothing_factor, "--label_smoothing_factor"),
-    ):
-        if asked:
-            raise UserError(f"{flag} does not go together with --task masked-image-modeling. Leave it out.")
