@@ -43,12 +43,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def make_card(
-    runs: Sequence[Path],
-    output: Path,
-    *,
-    name: str | None = None,
-    data: str | None = None,
-    license: str | None = None,
+    runs: Sequence[Path], output: Path, *, name: str | None = None, data: str | None = None, license: str | None = None
 ) -> ModelCard:
     """Write the card of a run, or of several that differ only in their seed, with its figures beside it.
 
@@ -109,15 +104,7 @@ def make_card(
 def make_short_card(
     model: ViTScratchPreTrainedModel, output: Path, *, name: str, status: str, license: str | None = None
 ) -> ModelCard:
-    """Write the card of a model without results on a test split, such as one that is still trained.
-
-    Args:
-        model: A ViTScratch model.
-        output: Markdown file to write.
-        name: Name of the model.
-        status: One sentence on its training.
-        license: License identifier of the Hub.
-    """
+    """Write the card of a model without results on a test split; `status` is one sentence on its training."""
     classifies = isinstance(model, ViTScratchForImageClassification)
     metadata = {
         "model_name": name,

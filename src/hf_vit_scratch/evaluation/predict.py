@@ -125,7 +125,7 @@ def predict(
     batch_size: int = 32,
     num_workers: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Classify images in batches. The scores are those of transformers' pipeline.
+    """Classify image files in batches. The scores are those of transformers' pipeline.
 
     Args:
         classifier: Pipeline from `load_classifier`.

@@ -59,11 +59,8 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:
     """Return the checkpoint to continue from, after making sure that no other run is overwritten.
 
-    `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`.
-
-    Args:
-        args: The arguments.
-        recipe: The recipe, to be compared with that of the run. It takes over what that run chose for its images.
+    `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`. The recipe
+    is compared with that of the run, and takes over what that run chose for its images.
 
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or

@@ -182,18 +182,12 @@ def data_report(trainer: ViTTrainer) -> str:
         kept = isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
-        print(f"Time       {_expected_time(trainer, min(loading, computing))}")
+        passes = planned_passes(trainer.args, len(dataset))
+        needed = passes * len(dataset) / (min(loading, computing) * trainer.args.world_size) / 60
+        minutes = min(needed, trainer.args.max_train_minutes or math.inf)
+        passes *= minutes / needed
+        print(f"Time       about {minutes:.1f} minutes of training, {passes:.0f} passes over the images")
     return bound
-
-
-def _expected_time(trainer: ViTTrainer, speed: float) -> str:
-    """Return what training will take at so many images per second and process, in words."""
-    args, number = trainer.args, len(cast(ImageClassificationDataset, trainer.train_dataset))
-    passes = planned_passes(args, number)
-    minutes = passes * number / (speed * args.world_size) / 60
-    if args.max_train_minutes is not None and args.max_train_minutes < minutes:
-        passes, minutes = passes * args.max_train_minutes / minutes, args.max_train_minutes
-    return f"about {minutes:.1f} minutes of training, {passes:.0f} passes over the images"
 
 
 def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import DatasetDict, IterableDataset
@@ -181,12 +181,10 @@ def load_model(
     Raises:
         UserError: The saved model is not one for this configuration.
     """
-    loaded: Any = model_class.from_pretrained(
+    model, found = cast(Any, model_class).from_pretrained(
         path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    model, found = loaded
-    mismatched = {entry[0] for entry in found["mismatched_keys"]}
-    wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
+    wrong = {*found["missing_keys"], *found["unexpected_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
     wrong = {name for name in wrong if not name.startswith(heads)}
     saved = ViTScratchConfig.from_pretrained(path)
