@@ -113,7 +113,7 @@ def test_data_without_a_recipe_is_refused():
         ("learning_rate: fast", [], r"argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         ("- a\n- b", [], r"recipe\.yaml: a recipe must be lines of `key: value`, got list"),
         ("", [], r"a recipe must be lines of `key: value`, got (NoneType|str)"),
-        ("a: [", [], r"recipe\.yaml: the recipe is no YAML"),
+        ("a: [", [], r"recipe\.yaml: the recipe cannot be read as YAML: .*expected the node content"),
         (
             "seed: 1",
             ["--learning_rat", "1"],

@@ -22,7 +22,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -181,12 +181,12 @@ def main(argv: list[str]) -> int:
     results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
-    with ExitStack() as stack:
-        file: TextIO = sys.stdout
-        if args.output is not None:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            # The names of files may not be UTF-8.
-            file = stack.enter_context(args.output.open("w", encoding="utf-8", errors="surrogateescape", newline=""))
+    output: AbstractContextManager[TextIO] = nullcontext(sys.stdout)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        # The names of files may not be UTF-8.
+        output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+    with output as file:
         table = csv.DictWriter(file, columns, lineterminator="\n")
         if is_table:
             table.writeheader()

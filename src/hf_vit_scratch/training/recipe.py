@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import yaml
 from transformers import HfArgumentParser
 
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from .arguments import ARGUMENT_TYPES, Arguments, AugmentationArguments, ModelArguments
 
@@ -120,13 +120,13 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     )
     # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
+    names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     recipe = Recipe()
-    recipe.add(_explicit(parser, recipe_argv, str(recipe_path)), "recipe")
-    recipe.add(_explicit(parser, argv, "the command line"), "flag")
+    recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
+    recipe.add(_explicit(parser, names, argv, "the command line"), "flag")
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
-    names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings}
     return Arguments(*parsed), recipe
 
@@ -191,12 +191,8 @@ def _recipe_path(name: str) -> Path:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe as text: the flags' own types read the values, so that `1e-3` is a number and `no` is a word."""
-    try:
+    with blame_the_files(f"{path}: the recipe cannot be read as YAML"):
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"{path}: the recipe cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the recipe is no YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(recipe, dict):
         raise UserError(f"{path}: a recipe must be lines of `key: value`, got {type(recipe).__name__}.")
     return recipe
@@ -210,9 +206,8 @@ def _as_arguments(key: str, value: Any) -> list[str]:
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def _explicit(parser: HfArgumentParser, argv: Sequence[str], source: str) -> dict[str, Any]:
+def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], source: str) -> dict[str, Any]:
     """Return the flags that `argv` sets, with their values, without defaults."""
-    names = vars(parser.parse_known_args([])[0])
     unset = object()
     try:
         found, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(names, unset)))

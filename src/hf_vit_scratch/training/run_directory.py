@@ -35,17 +35,15 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
     if not args.should_save or output_dir.is_file():  # `resolve_checkpoint` refuses a file
         yield
         return
+    lock = FileLock(output_dir / LOCK)
     with blame_the_user():
         output_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output_dir / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
-        ) from error
-    except OSError as error:
-        raise UserError(f"{output_dir} cannot be written to: {error}.") from error
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
+            ) from error
     try:
         yield
     finally:

@@ -51,12 +51,8 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     _plot_samples(trainer, splits["train"].features["label"].names, path)
     print(f"Samples    {path}: images as the model gets them, with their labels")
-    if problems:
-        print("Verdict    Look at this before training:")
-        for problem in problems:
-            print(f"           - {problem}")
-    else:
-        print("Verdict    Nothing stands in the way of training.")
+    verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
+    print("\n           - ".join([f"Verdict    {verdict}", *problems]))
     return not problems
 
 
@@ -173,7 +169,8 @@ def data_report(trainer: ViTTrainer) -> str:
             loss = trainer.model(**batch).loss
         loss.backward()
         trainer.model.zero_grad()
-        return len(batch["pixel_values"]) if loss.item() == loss.item() else 0  # reading it waits for the device
+        loss.item()  # reading it waits for the device
+        return len(batch["pixel_values"])
 
     computing = images_per_second(compute, SECONDS)
     bound = "computing" if computing < loading else "loading"

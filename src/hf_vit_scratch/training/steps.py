@@ -150,8 +150,7 @@ def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTIma
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         return ViTImageProcessor(size=size, do_convert_rgb=True)
-    needed = f"--model {start} needs an image processor beside its weights, such as ViTImageProcessor()"
-    with blame_the_files(needed):
+    with blame_the_files(f"--model {start} needs an image processor beside its weights, such as ViTImageProcessor()"):
         # What it would crop to is another size.
         return ViTImageProcessor.from_pretrained(start, size=size, do_center_crop=False)
 
