@@ -49,6 +49,8 @@ def blame_the_files(problem: str) -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # they raise many types, down to an AssertionError for a missing device
         reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
         raise UserError(f"{problem}: {reason} ({type(error).__name__}).") from error

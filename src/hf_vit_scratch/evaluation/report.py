@@ -24,13 +24,9 @@ logger = logging.getLogger(__name__)
 def report_on_test_split(
     trainer: Any, test_dataset: ImageClassificationDataset, data: str, command: str
 ) -> dict[str, Any]:
-    """Evaluate a trained model on the test split, write the report into the folder of the run, return the metrics.
+    """Evaluate a `ViTTrainer` after training, write the report into the folder of the run, and return the metrics.
 
-    Args:
-        trainer: A `ViTTrainer` after training.
-        test_dataset: Test split.
-        data: Source of the images, as given to `--data`.
-        command: Command line that repeats the run.
+    The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = trainer.predict(test_dataset)
     trainer.log_metrics("test", outputs.metrics)

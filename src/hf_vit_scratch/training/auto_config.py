@@ -116,8 +116,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         alpha = 1.0 if mixes else 0.0
         choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
 
-    on_cpu = training.device.type == "cpu"
-    compiles = expected >= MINUTES_TO_COMPILE and can_compile(training.device.type) and on_cpu
+    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
     logger.info(

@@ -54,9 +54,8 @@ def parameter_groups(
         UserError: The model's layers are not found, though they matter.
     """
     num_hidden_layers = model.config.num_hidden_layers if muon or layer_decay != 1 else 0
-    if num_hidden_layers and not any(
-        0 < layer_number(name, num_hidden_layers) <= num_hidden_layers for name, _ in model.named_parameters()
-    ):
+    numbers = {name: layer_number(name, num_hidden_layers) for name, _ in model.named_parameters()}
+    if num_hidden_layers and not any(0 < number <= num_hidden_layers for number in numbers.values()):
         raise UserError(
             f"layer_decay and muon need parameters named layers.0 and so on; {type(model).__name__} has none."
         )
@@ -65,8 +64,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        number = layer_number(name, num_hidden_layers)
-        is_decayed = name in decayed
+        number, is_decayed = numbers[name], name in decayed
         by_muon = muon and parameter.ndim == 2 and is_decayed and 0 < number <= num_hidden_layers
         rate = muon_learning_rate if by_muon and muon_learning_rate is not None else learning_rate
         rate *= layer_decay ** (num_hidden_layers + 1 - number)
@@ -83,11 +81,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the arguments ask for, with Muon for the matrices of the layers if they ask for it.
 
-    Args:
-        model: A ViTScratch model.
-        args: Arguments of the run.
-        optimizer_class: Class that the stock Trainer chooses by `args.optim`.
-        options: Options of that class.
+    The stock Trainer chooses `optimizer_class` and its options by `args.optim`.
 
     Raises:
         UserError: Muon does not go together with that class.

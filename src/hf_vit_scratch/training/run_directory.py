@@ -1,5 +1,6 @@
 """The folder of a run: who may write there, and what a resumed run goes on from."""
 
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files
 from .arguments import ViTTrainingArguments
 from .checkpointing import complete_checkpoints, find_checkpoint
 from .recipe import FACTS, RECIPE, Recipe
@@ -36,7 +37,7 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
         yield
         return
     lock = FileLock(output_dir / LOCK)
-    with blame_the_user():
+    with blame_the_files(f"{output_dir} cannot be written to"):
         output_dir.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
@@ -101,10 +102,6 @@ def _refuse_other_run(output_dir: Path) -> None:
 
 def without_resuming(argv: Sequence[str]) -> list[str]:
     """Return the command line that begins a run, without the flag that resumes it."""
-    kept, arguments = [], iter(argv)
-    for argument in arguments:
-        if argument.split("=")[0].replace("-", "_") != "__resume_from_checkpoint":
-            kept.append(argument)
-        elif "=" not in argument:
-            next(arguments, None)  # its value
-    return kept
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    return parser.parse_known_args(argv)[1]

@@ -32,11 +32,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
 
     It looks at the balance of classes, the modes and sizes of images, whether the model can learn 64 images by heart,
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
-    seconds of real training.
-
-    Args:
-        trainer: Trainer before training; its model is used up.
-        splits: Result of `load_splits`.
+    seconds of real training. It uses up the model of the trainer.
 
     Returns:
         Whether nothing was found that should be changed before training.

@@ -262,13 +262,9 @@ def build_trainer(
 
 
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
-    """Write the recipe, train, and save the model; end the process if SIGTERM stopped it.
+    """Save the recipe with the command that repeats the run, train, and save the model.
 
-    Args:
-        trainer: Trainer of `build_trainer`.
-        recipe: Recipe, which is saved beside the run.
-        checkpoint: Checkpoint to resume from.
-        command: Command line that repeats the run.
+    If SIGTERM stopped the training, the process ends.
 
     Raises:
         UserError: Training cannot start, or ran out of memory.
