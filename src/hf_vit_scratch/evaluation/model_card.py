@@ -122,7 +122,6 @@ def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any]
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), config=config, model_name=metadata["model_name"], **fields
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
     return card
 

@@ -1,6 +1,5 @@
 """The flags of `train.py`, as dataclasses."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ from transformers.trainer_utils import SchedulerType
 
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES
-
-logger = logging.getLogger(__name__)
 
 MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")

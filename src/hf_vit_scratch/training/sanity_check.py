@@ -28,14 +28,11 @@ MIN_RELATIVE_GAIN = 0.02  # share of the first loss that a trial must take off
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
-    """Print what was found, write `samples.png` with images as the model sees them, and end in a verdict.
+    """Print what was found, write `samples.png` with images as the model sees them, and return whether all is well.
 
     It looks at the balance of classes, the modes and sizes of images, whether the model can learn 64 images by heart,
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
     seconds of real training. It uses up the model of the trainer.
-
-    Returns:
-        Whether nothing was found that should be changed before training.
     """
     problems = [*_classes(splits), *_images(splits["train"], trainer)]
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -44,7 +41,6 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     data_report(trainer)
     problems += _trial(trainer)
     path = Path(trainer.args.output_dir) / "samples.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
     _plot_samples(trainer, splits["train"].features["label"].names, path)
     print(f"Samples    {path}: images as the model gets them, with their labels")
     verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
@@ -143,11 +139,7 @@ def _trial(trainer: ViTTrainer) -> list[str]:
 
 
 def data_report(trainer: ViTTrainer) -> str:
-    """Measure loading alone and the model alone, and print which of the two bounds the speed of training.
-
-    Returns:
-        `"loading"` or `"computing"`.
-    """
+    """Measure loading alone and the model alone; print and return which bounds training, "loading" or "computing"."""
     dataset: Any = trainer.train_dataset
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
 

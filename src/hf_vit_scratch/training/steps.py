@@ -269,10 +269,9 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     Raises:
         UserError: Training cannot start, or ran out of memory.
     """
-    training, output_dir = trainer.args, Path(trainer.args.output_dir)
+    training = trainer.args
     if training.should_save:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        recipe.save(output_dir, command)
+        recipe.save(Path(training.output_dir), command)
     with blame_the_user(until=lambda: trainer.has_started):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
