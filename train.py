@@ -48,7 +48,7 @@ def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) 
     if training_args.data_report:
         return {"bound": sanity_check.data_report(trainer)}
     if training_args.check:
-        return {"check": sanity_check.check(trainer, data.splits, Path(training_args.output_dir))}
+        return {"check": sanity_check.check(trainer, data.splits)}
 
     steps.train(trainer, recipe, checkpoint, command)
     metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)

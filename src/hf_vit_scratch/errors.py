@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from huggingface_hub.errors import HTTPError
+from transformers.utils import logging as transformers_logging
 
 
 class UserError(ValueError):
@@ -32,3 +33,26 @@ def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
         if until():
             raise
         raise UserError(f"{' '.join(str(error).split())} ({type(error).__name__})") from error
+
+
+@contextmanager
+def blame_the_files(problem: str) -> Iterator[None]:
+    """Turn whatever libraries raise for damaged, missing or foreign files into a `UserError`, and silence warnings.
+
+    Args:
+        problem: What the message says before the first sentence of the library.
+
+    Raises:
+        UserError: A library has refused the files.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # they raise many types, down to an AssertionError for a missing device
+        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
+        raise UserError(f"{problem}: {reason} ({type(error).__name__}).") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)

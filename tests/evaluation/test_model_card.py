@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from hf_vit_scratch import ViTScratchConfig, cli
-from hf_vit_scratch.evaluation.figures import plot_confusion, plot_mistakes, plot_reliability
+from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
 from hf_vit_scratch.evaluation.model_card import describe_machine, make_card
 
@@ -187,7 +187,7 @@ def test_mistakes_are_drawn_each_below_its_caption(tmp_path, monkeypatch, photog
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.extend(figure.axes))
     images = [photograph.resize((20, 10)) for photograph in photographs]
 
-    plot_mistakes(images, ["a temple", "a flower"], tmp_path / "mistakes.png")
+    plot_images(images, ["a temple", "a flower"], tmp_path / "mistakes.png")
 
     for axes, image, caption in zip(drawn, images, ["a temple", "a flower"], strict=True):
         np.testing.assert_array_equal(axes.images[0].get_array(), np.asarray(image))

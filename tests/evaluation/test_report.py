@@ -11,7 +11,7 @@ from hf_vit_scratch.evaluation import report
 
 def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(report, "plot_mistakes", lambda images, captions, path: drawn.extend(captions))
+    monkeypatch.setattr(report, "plot_images", lambda images, captions, path: drawn.extend(captions))
     monkeypatch.setattr(report, "NUM_MISTAKES", 2)
     ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
     summaries = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))

@@ -107,17 +107,21 @@ def test_data_without_a_recipe_is_refused():
 @pytest.mark.parametrize(
     ("recipe", "argv", "message"),
     [
-        ("learning_rat: 1", [], r"recipe\.yaml: unknown key 'learning_rat'\. Did you mean learning_rate\?"),
-        ("xyzzy: 1", [], r"recipe\.yaml: unknown key 'xyzzy'\. Run train\.py --help for the known ones"),
-        ("1: 1", [], r"recipe\.yaml: unknown key '1'\."),
+        ("learning_rat: 1", [], r"recipe\.yaml: unknown flag 'learning_rat'\. Did you mean learning_rate\?"),
+        ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run train\.py --help for the flags"),
+        ("1: 1", [], r"recipe\.yaml: unknown flag '1'\."),
         ("learning_rate: fast", [], r"argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         ("- a\n- b", [], r"recipe\.yaml: a recipe must be lines of `key: value`, got list"),
         ("", [], r"a recipe must be lines of `key: value`, got (NoneType|str)"),
-        ("a: [", [], r"recipe\.yaml: the recipe is no YAML"),
-        ("seed: 1", ["--learning_rat", "1"], r"unknown flag --learning_rat\. Did you mean --learning_rate\?"),
+        ("a: [", [], r"recipe\.yaml: the recipe cannot be read as YAML: .*expected the node content"),
+        (
+            "seed: 1",
+            ["--learning_rat", "1"],
+            r"the command line: unknown flag 'learning_rat'\. Did you mean learning_rate\?",
+        ),
         ("seed: 1", ["--num_train_epochs", "many"], r"argument --num_train_epochs.*invalid float value: 'many'"),
-        ("seed: 1", ["--warmup_ratio", "0.1"], r"unknown flag --warmup_ratio\. Did you mean --warmup_steps\?"),
-        ("seed: 1", ["stray"], r"unrecognized arguments: stray"),
+        ("seed: 1", ["--warmup_ratio", "0.1"], r"unknown flag 'warmup_ratio'\. Did you mean warmup_steps\?"),
+        ("seed: 1", ["stray"], r"the command line: unknown flag 'stray'\."),
         (
             "seed: 1",
             ["--lr_scheduler_type", "cosin"],
@@ -190,6 +194,16 @@ def test_folder_of_another_run_is_refused(tmp_path):
 
     with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten\. Continue it with"):
         resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)), Recipe())
+
+
+def test_checkpoints_of_another_trainer_are_not_taken_for_unfinished_ones(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()  # the stock Trainer writes no checksums
+    args = ViTTrainingArguments(output_dir=str(tmp_path))
+
+    with pytest.raises(UserError, match=r"is not empty, and a run is never overwritten"):
+        resolve_checkpoint(args, Recipe())
+    (tmp_path / "recipe.yaml").write_text("# python train.py")
+    assert resolve_checkpoint(args, Recipe()) is None
 
 
 def test_new_or_empty_folder_starts_a_run(tmp_path):

@@ -275,7 +275,7 @@ def test_saved_model_without_an_image_processor_is_refused(tmp_path):
     ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("data: digits\n")
-    with pytest.raises(UserError, match=r"model holds no preprocessor_config\.json, which says how its images were"):
+    with pytest.raises(UserError, match=r"model needs an image processor beside its weights"):
         train.main([str(recipe), "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")])
 
 
@@ -353,8 +353,8 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
     )  # fmt: skip
 
     assert done.returncode == 2
-    message = "train.py: error: unknown flag --learning_rat. Did you mean --learning_rate?"
-    assert done.stderr.splitlines()[-1] == message
+    message = "train.py: error: the command line: unknown flag 'learning_rat'. Did you mean learning_rate?"
+    assert done.stderr.splitlines()[-1].startswith(message)
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -10,8 +10,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, VARIANTS
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
@@ -197,18 +196,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     return state
 
 
-@contextmanager
-def _reading(source: object) -> Iterator[None]:
-    """Turn whatever the libraries raise for a damaged, missing or foreign file into one sentence, and silence them."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    except Exception as error:  # they raise many types, down to a KeyError
-        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
-        raise UserError(f"{source} is truncated, not there, or of another kind: {reason}.") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+def _reading(source: object) -> AbstractContextManager[None]:
+    return blame_the_files(f"{source} is truncated, not there, or of another kind")
 
 
 def _save_image_processor(source: str, module: nn.Module, destination: str) -> str:

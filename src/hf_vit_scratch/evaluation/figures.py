@@ -61,12 +61,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
 def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -> None:
     """Plot accuracy over confidence into a PNG file, with a dot for each bin whose area is its number of images.
 
-    Guo et al. 2017, https://arxiv.org/abs/1706.04599, figure 1.
-
-    Args:
-        bins: Calibration bins from `metrics.detailed_report`.
-        error: Expected calibration error.
-        path: PNG file to write.
+    Guo et al. 2017, https://arxiv.org/abs/1706.04599, figure 1. The bins and the expected calibration error are those
+    of `metrics.detailed_report`.
     """
     figure = _new_figure(5, 5)
     axes = figure.subplots()
@@ -84,7 +80,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     figure.savefig(path, dpi=110)
 
 
-def plot_mistakes(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
     """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
     columns = min(6, len(images))
     lines = -(-len(images) // columns)

@@ -43,12 +43,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def make_card(
-    runs: Sequence[Path],
-    output: Path,
-    *,
-    name: str | None = None,
-    data: str | None = None,
-    license: str | None = None,
+    runs: Sequence[Path], output: Path, *, name: str | None = None, data: str | None = None, license: str | None = None
 ) -> ModelCard:
     """Write the card of a run, or of several that differ only in their seed, with its figures beside it.
 
@@ -109,15 +104,7 @@ def make_card(
 def make_short_card(
     model: ViTScratchPreTrainedModel, output: Path, *, name: str, status: str, license: str | None = None
 ) -> ModelCard:
-    """Write the card of a model without results on a test split, such as one that is still trained.
-
-    Args:
-        model: A ViTScratch model.
-        output: Markdown file to write.
-        name: Name of the model.
-        status: One sentence on its training.
-        license: License identifier of the Hub.
-    """
+    """Write the card of a model without results on a test split; `status` is one sentence on its training."""
     classifies = isinstance(model, ViTScratchForImageClassification)
     metadata = {
         "model_name": name,
@@ -135,7 +122,6 @@ def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any]
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), config=config, model_name=metadata["model_name"], **fields
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
     return card
 

@@ -23,6 +23,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,20 +35,20 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Im
 from transformers.utils import logging as transformers_logging
 
 from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
-from ..errors import UserError
+from ..errors import UserError, blame_the_files
 from ..speed.linear import use_faster_linear
 
 PROGRAM = "vit-scratch predict"
 
 
+@dataclass
 class _PreparedBatches(torch.utils.data.Dataset):
     """Batches of paths: one result for each image, and the model's inputs for those that can be decoded."""
 
-    def __init__(self, paths: Sequence[str], batch_size: int, image_processor: Any, dtype: torch.dtype):
-        self.paths = paths
-        self.batch_size = batch_size
-        self.image_processor = image_processor
-        self.dtype = dtype
+    paths: Sequence[str]
+    batch_size: int
+    image_processor: Any
+    dtype: torch.dtype
 
     def __len__(self) -> int:
         return math.ceil(len(self.paths) / self.batch_size)
@@ -103,20 +104,12 @@ def load_classifier(model: str, device: str | None = None) -> ImageClassificatio
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
+    with blame_the_files(f"{model} cannot be loaded as an image classifier"):
         torch.empty(0, device=device)
         classifier, report = AutoModelForImageClassification.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # the libraries raise many types, even an AssertionError for a missing device
-        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
-        given = f"{model} cannot be loaded as an image classifier"
-        raise UserError(f"{given}: {reason} ({type(error).__name__}).") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # transformers has filled them with random numbers
         raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
@@ -132,7 +125,7 @@ def predict(
     batch_size: int = 32,
     num_workers: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Classify images in batches. The scores are those of transformers' pipeline.
+    """Classify image files in batches. The scores are those of transformers' pipeline.
 
     Args:
         classifier: Pipeline from `load_classifier`.
@@ -152,14 +145,6 @@ def predict(
             if "error" not in result:
                 result["predictions"] = classifier.postprocess({"logits": next(logits)[None]}, top_k=top_k)
             yield result
-
-
-def _open_output(output: Path | None) -> AbstractContextManager[TextIO]:
-    """Open a file, or standard output."""
-    if output is None:
-        return nullcontext(sys.stdout)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # file names may not be UTF-8
 
 
 def _table_row(result: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +181,12 @@ def main(argv: list[str]) -> int:
     results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
-    with _open_output(args.output) as file:
+    output: AbstractContextManager[TextIO] = nullcontext(sys.stdout)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        # The names of files may not be UTF-8.
+        output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+    with output as file:
         table = csv.DictWriter(file, columns, lineterminator="\n")
         if is_table:
             table.writeheader()

@@ -12,7 +12,7 @@ from transformers.trainer_utils import PredictionOutput
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image
 from ..data.masking import MaskedImageDataset, plot_reconstructions
-from .figures import plot_curves, plot_mistakes
+from .figures import plot_curves, plot_images
 from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
 
@@ -24,16 +24,9 @@ logger = logging.getLogger(__name__)
 def report_on_test_split(
     trainer: Any, test_dataset: ImageClassificationDataset, data: str, command: str
 ) -> dict[str, Any]:
-    """Evaluate a trained model on the test split and write the report into the folder of the run.
+    """Evaluate a `ViTTrainer` after training, write the report into the folder of the run, and return the metrics.
 
-    Args:
-        trainer: A `ViTTrainer` after training.
-        test_dataset: Test split.
-        data: Source of the images, as given to `--data`.
-        command: Command line that repeats the run.
-
-    Returns:
-        The metrics by name.
+    The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = trainer.predict(test_dataset)
     trainer.log_metrics("test", outputs.metrics)
@@ -74,4 +67,4 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[st
     if places:
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
-        plot_mistakes(images, captions, path)
+        plot_images(images, captions, path)

@@ -1,6 +1,5 @@
 """The flags of `train.py`, as dataclasses."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ from transformers.trainer_utils import SchedulerType
 
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES
-
-logger = logging.getLogger(__name__)
 
 MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")
@@ -232,20 +229,3 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
     """Set fields of the arguments by name, whichever dataclass they belong to."""
     for name, value in values.items():
         setattr(next(part for part in args if hasattr(part, name)), name, value)
-
-
-def refuse_labels(args: Arguments) -> None:
-    """Refuse what needs labels where none are read.
-
-    Raises:
-        UserError: Names it.
-    """
-    data, mixing, training = args.data, args.mixing, args.training
-    for asked, flag in (
-        (data.streaming, "--streaming"),
-        (training.check, "--check"),
-        (mixing.mixup_alpha or mixing.cutmix_alpha, "mixing (--mixup_alpha, --cutmix_alpha)"),
-        (training.label_smoothing_factor, "--label_smoothing_factor"),
-    ):
-        if asked:
-            raise UserError(f"{flag} does not go together with --task masked-image-modeling. Leave it out.")

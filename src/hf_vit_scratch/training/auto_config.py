@@ -7,6 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import datasets
@@ -39,38 +41,28 @@ FEWEST_PASSES, MOST_PASSES = 30, 600
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
 
 
-class _Chooser:
-    """Sets the fields of the arguments that the recipe leaves open."""
-
-    def __init__(self, args: Arguments, recipe: Recipe):
-        self.args, self.recipe = args, recipe
-
-    def choose(self, reason: str, **values: Any) -> None:
-        """Set fields that belong together, unless one of them is set."""
-        if not self.recipe.settings.keys() & values.keys():
-            set_fields(self.args, values)
-            self.recipe.add(values, "images", reason)
+def _choose(args: Arguments, recipe: Recipe, reason: str, **values: Any) -> None:
+    """Set fields that belong together, unless the recipe sets one of them."""
+    if not recipe.settings.keys() & values.keys():
+        set_fields(args, values)
+        recipe.add(values, "images", reason)
 
 
 def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
-    """Choose the sizes of image, patch, model and batch, and the crops.
+    """Choose the sizes of image, patch, model and batch, and the crops, from the rows of the training split.
 
-    No image is enlarged, and on a CPU an image has at most 64 tokens.
-
-    Args:
-        args: Arguments; changed in place.
-        rows: The training split of `load_splits`.
-        recipe: Recipe, whose settings stay. What is chosen is added.
+    No image is enlarged, and on a CPU an image has at most 64 tokens. The arguments are changed in place. The
+    recipe's settings stay, and what is chosen is added to them.
     """
     model, training = args.model, args.training
     number, on_cpu = len(rows), training.device.type == "cpu"
     sides, _ = sizes_and_modes(rows)
     side, alike = int(np.median(sides.min(axis=1))), len(np.unique(sides, axis=0)) == 1
-    chooser = _Chooser(args, recipe)
+    choose = partial(_choose, args, recipe)
 
     largest = 64 if on_cpu else 224
     image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
-    chooser.choose(
+    choose(
         f"half of the images are {side} pixels or less on their shorter side"
         + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
         image_size=[image_size],
@@ -80,67 +72,53 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
     patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
     if "model" not in recipe.settings:  # it has sizes of its own
-        chooser.choose(f"at most {tokens} tokens", patch_size=[patch_size])
+        choose(f"at most {tokens} tokens", patch_size=[patch_size])
         sizes = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
-        chooser.choose("a CPU" if on_cpu else f"{number} images", **sizes)
+        choose("a CPU" if on_cpu else f"{number} images", **sizes)
         patch = ((model.patch_size or [1]) * 2)[:2]
         first = [max(length * 3 // 4 // side, 1) * side for length, side in zip(pixels, patch, strict=True)]
-        chooser.choose(
-            "smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6
-        )  # fmt: skip
+        choose("smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6)
 
     batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
     steps = math.ceil(number / batch_size)
-    chooser.choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
     if alike and max(sides[0]) <= max(pixels):
-        chooser.choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
+        choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
-        chooser.choose("images of many sizes, or larger than the model's", random_resized_crop_scale=0.35)
+        choose("images of many sizes, or larger than the model's", random_resized_crop_scale=0.35)
 
 
 def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: Recipe) -> None:
     """Choose the number of passes, the regularization that suits it, and whether compiling pays.
 
-    The passes are those that the images deserve, or as many as fit into `max_train_minutes`.
-
-    Args:
-        args: Arguments after `fit_sizes`; changed in place.
-        config: The model's configuration, for this machine.
-        number: Number of training images.
-        recipe: Recipe, whose settings stay. What is chosen is added.
+    The passes over the `number` training images are those that they deserve, or as many as fit into
+    `max_train_minutes`. Arguments and recipe change as in `fit_sizes`, which comes before.
     """
     training = args.training
-    chooser = _Chooser(args, recipe)
-    images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    choose = partial(_choose, args, recipe)
     speed = measure_speed(config, args)
     minutes = training.max_train_minutes or math.inf
     possible = TIME_FOR_STEPS * speed * 60 * minutes / number
-    if training.max_steps > 0:
-        passes = training.max_steps * images_per_step / number
-    elif "num_train_epochs" in recipe.settings:
-        passes = training.num_train_epochs
-    else:
+    if training.max_steps <= 0:
         wanted = round(min(max(300 * (2000 / number) ** 0.5, FEWEST_PASSES), MOST_PASSES))
-        passes = wanted
         reason = f"the fewer images, the more passes; {number} images"
         if possible < wanted:
-            passes = max(1, math.ceil(possible * 1.1))  # a machine may be faster than measured
+            wanted = max(1, math.ceil(possible * 1.1))  # a machine may be faster than measured
             reason = f"as many as fit into {minutes:g} minutes at about {speed:.0f} images per second"
-        chooser.choose(reason, num_train_epochs=float(passes))
-    passes = min(passes, possible)
+        choose(reason, num_train_epochs=float(wanted))
+    passes = min(planned_passes(training, number), possible)
     expected = passes * number / (TIME_FOR_STEPS * speed * 60)
 
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY
     seen = f"{passes:.0f} passes over the same images"
-    chooser.choose(seen, auto_augment="trivialaugment" if changes else None)
+    choose(seen, auto_augment="trivialaugment" if changes else None)
     if training.task == "image-classification":
         alpha = 1.0 if mixes else 0.0
-        chooser.choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
+        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
 
-    on_cpu = training.device.type == "cpu"
-    compiles = expected >= MINUTES_TO_COMPILE and can_compile(training.device.type) and on_cpu
+    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
-    chooser.choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
+    choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
     logger.info(
         "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
         expected, passes, number, TIME_FOR_STEPS * speed,
@@ -174,18 +152,32 @@ def _images_per_second(config: ViTScratchConfig, training: ViTTrainingArguments,
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
-        steps, start = -1, 0.0
-        while steps < 2 or time.perf_counter() - start < SECONDS:
-            if steps == 0:  # the first step is not counted
-                start = time.perf_counter()
+
+        def step() -> int:
             with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
                 loss = model(pixel_values, labels=labels).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             loss.item()  # waits for the device
-            steps += 1
-    return steps * batch_size / (time.perf_counter() - start)
+            return batch_size
+
+        return images_per_second(step, SECONDS)
+
+
+def images_per_second(step: Callable[[], int], seconds: float) -> float:
+    """Return the speed of a function that handles images and returns their number. Its first call is not counted."""
+    step()
+    images, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        images += step()
+    return images / (time.perf_counter() - start)
+
+
+def planned_passes(training: ViTTrainingArguments, number: int) -> float:
+    """Return the passes over so many images that the arguments ask for, whatever the clock allows."""
+    images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    return training.max_steps * images_per_step / number if training.max_steps > 0 else training.num_train_epochs
 
 
 def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:

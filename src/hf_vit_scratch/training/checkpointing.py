@@ -95,8 +95,8 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
     if limit:
         complete = complete_checkpoints(folder.parent)
         others = [path for path in complete if path not in (folder, best)]
-        surplus = len(complete) - max(limit, len(complete) - len(others))
-        for old in others[len(others) - surplus :] if surplus > 0 else ():
+        number_kept = len(complete) - len(others)
+        for old in others[max(limit - number_kept, 0) :]:
             delete_checkpoint(old)
 
 

@@ -10,11 +10,7 @@ from .arguments import ViTTrainingArguments
 
 
 class Clock:
-    """Measures training time over all resumed parts of a run.
-
-    Args:
-        args: Arguments of the run.
-    """
+    """Measures training time over all resumed parts of a run."""
 
     def __init__(self, args: ViTTrainingArguments):
         self.args = args

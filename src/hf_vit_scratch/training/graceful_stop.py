@@ -14,11 +14,7 @@ STEPS_BETWEEN_AGREEMENTS = 10
 
 
 class GracefulStop:
-    """Remembers that SIGTERM arrived, and lets all processes agree on the step at which they stop.
-
-    Args:
-        args: Arguments of the run.
-    """
+    """Remembers that SIGTERM arrived, and lets all processes agree on the step at which they stop."""
 
     def __init__(self, args: ViTTrainingArguments):
         self.args = args

@@ -45,45 +45,31 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
 
-    Args:
-        model: A ViTScratch model.
-        learning_rate: Learning rate of the head; without layer decay, of all parameters.
-        weight_decay: Weight decay of `decayed_parameters`.
-        layer_decay: Each layer's rate as a share of the next layer's (Clark et al. 2020, ELECTRA,
-            https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021, BEiT, https://arxiv.org/abs/2106.08254):
-            layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)`.
-        muon: Whether the matrices within the layers go to Muon: groups with `"muon": True`.
-        muon_learning_rate: Their rate; `None` for `learning_rate`.
+    Layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)` (Clark et al. 2020, ELECTRA,
+    https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021, BEiT, https://arxiv.org/abs/2106.08254). Weight
+    decay applies to `decayed_parameters`. With `muon`, the matrices within the layers form groups with `"muon": True`,
+    whose rate is `muon_learning_rate` if there is one.
 
     Raises:
         UserError: The model's layers are not found, though they matter.
     """
     num_hidden_layers = model.config.num_hidden_layers if muon or layer_decay != 1 else 0
-    if num_hidden_layers and not any(
-        0 < layer_number(name, num_hidden_layers) <= num_hidden_layers for name, _ in model.named_parameters()
-    ):
+    numbers = {name: layer_number(name, num_hidden_layers) for name, _ in model.named_parameters()}
+    if num_hidden_layers and not any(0 < number <= num_hidden_layers for number in numbers.values()):
         raise UserError(
             f"layer_decay and muon need parameters named layers.0 and so on; {type(model).__name__} has none."
         )
     decayed = set(decayed_parameters(model))
-    groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        number = layer_number(name, num_hidden_layers)
-        by_muon = muon and parameter.ndim == 2 and name in decayed and 0 < number <= num_hidden_layers
-        rate = learning_rate if muon_learning_rate is None or not by_muon else muon_learning_rate
-        key = (by_muon, name in decayed, number if layer_decay != 1 else 0)
-        group = groups.setdefault(
-            key,
-            {
-                "params": [],
-                "lr": rate * layer_decay ** (num_hidden_layers + 1 - number) if layer_decay != 1 else rate,
-                "weight_decay": weight_decay if name in decayed else 0.0,
-                "muon": by_muon,
-            },
-        )
-        group["params"].append(parameter)
+        number, is_decayed = numbers[name], name in decayed
+        by_muon = muon and parameter.ndim == 2 and is_decayed and 0 < number <= num_hidden_layers
+        rate = muon_learning_rate if by_muon and muon_learning_rate is not None else learning_rate
+        rate *= layer_decay ** (num_hidden_layers + 1 - number)
+        options = {"lr": rate, "weight_decay": weight_decay if is_decayed else 0.0, "muon": by_muon}
+        groups.setdefault((by_muon, is_decayed, rate), {"params": [], **options})["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
 
 
@@ -95,11 +81,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the arguments ask for, with Muon for the matrices of the layers if they ask for it.
 
-    Args:
-        model: The model.
-        args: Arguments of the run.
-        optimizer_class: Class that the stock Trainer chooses by `args.optim`.
-        options: Its options.
+    The stock Trainer chooses `optimizer_class` and its options by `args.optim`.
 
     Raises:
         UserError: Muon does not go together with that class.
@@ -126,13 +108,10 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
 
     Args:
-        matrices: (n, rows, cols), in the precision of the iteration.
+        matrices: (n, rows, cols), in the precision of the iteration, as the result.
         coefficients: a, b and c.
         steps: Number of iterations.
         eps: Least norm by which a matrix is divided at first.
-
-    Returns:
-        (n, rows, cols).
     """
     a, b, c = coefficients
     tall = matrices.shape[1] > matrices.shape[2]
@@ -147,14 +126,13 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 class BatchedMuon(torch.optim.Muon):
     """`torch.optim.Muon`, for all matrices of one shape at once.
 
-    The mathematics and the state are the same. A layer of a small model has six small matrices, and one after another
-    their steps took a seventh of the time of a training step on two CPU cores; a GPU would start thousands of kernels.
-    Matrices that are spread over devices (FSDP) go one by one, as in torch, in bfloat16.
+    The mathematics and the state are the same. The many small matrices of a small model are slow one after another,
+    and on a GPU each would start kernels of its own. Matrices that are spread over devices (FSDP) go one by one, as in
+    torch, in bfloat16.
 
     Args:
-        params: Parameters or groups, as in `torch.optim.Muon`.
+        params: As in `torch.optim.Muon`, like `options`.
         dtype: Precision of the products; torch's is bfloat16 everywhere.
-        options: Options of `torch.optim.Muon`.
     """
 
     def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, **options: Any):
@@ -195,12 +173,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes the update of a matrix nearly
     orthogonal. Its step is scaled to the size of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982,
-    equation 4), so that one learning rate and one weight decay serve both.
-
-    Args:
-        groups: Result of `parameter_groups`, with `"muon"` in each group.
-        muon_dtype: Precision of the products, as in `BatchedMuon`.
-        adamw: Arguments of AdamW.
+    equation 4), so that one learning rate and one weight decay serve both. The groups are those of
+    `parameter_groups`, the other options those of AdamW.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, muon_dtype: torch.dtype = torch.bfloat16, **adamw: Any):
@@ -209,34 +183,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if not of_muon:
             raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
         self._muon = BatchedMuon(of_muon, muon_dtype, adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(of_adamw, **adamw) if of_adamw else None
-        rest = [] if self._adamw is None else self._adamw.param_groups
-        # Some schedules of transformers read the rate there.
-        super().__init__([*rest, *self._muon.param_groups], {"lr": adamw["lr"]} if "lr" in adamw else {})
-        self._share()
-
-    def _share(self) -> None:
-        """Let the two step on this optimizer's own groups and state, which schedulers and checkpoints know."""
-        self._muon.state = self.state
-        self._muon.param_groups = [group for group in self.param_groups if group["muon"]]
-        if self._adamw is not None:
-            self._adamw.state = self.state
-            self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and state, as any optimizer does."""
-        super().load_state_dict(state_dict)
-        self._share()
+        self._adamw = torch.optim.AdamW(of_adamw or [{"params": [], "muon": False}], **adamw)
+        # Some schedules of transformers read the rate from the defaults.
+        super().__init__(self._adamw.param_groups + self._muon.param_groups, {"lr": self._adamw.defaults["lr"]})
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._muon.step()
-        if self._adamw is not None:
-            self._adamw.step()
+        """Step both, on this optimizer's own groups and state, which schedulers and checkpoints know."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part in (self._muon, self._adamw):
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self._muon)]
+            part.step()
         return loss
 
 
@@ -251,9 +208,9 @@ def schedule_by_progress(
 
     Args:
         name: Name of the schedule, as in `transformers.get_scheduler`.
-        optimizer: Whose rates are set at each step.
-        progress: The share of training that is done, 0 to 1; asked at each step.
-        warmup_fraction: The share that warms up.
+        optimizer: Optimizer whose rates are set at each step.
+        progress: Returns the share of training that is done, 0 to 1; called at each step.
+        warmup_fraction: Share of training that warms up.
         scheduler_kwargs: Options of that schedule; its numbers of steps count out of 10,000.
 
     Raises:

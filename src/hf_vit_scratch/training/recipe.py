@@ -3,17 +3,17 @@
 import difflib
 import json
 import re
-from argparse import ArgumentDefaultsHelpFormatter
+from argparse import ArgumentError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import yaml
 from transformers import HfArgumentParser
 
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from .arguments import ARGUMENT_TYPES, Arguments, AugmentationArguments, ModelArguments
 
@@ -82,14 +82,6 @@ class Recipe:
         return cls(settings, **facts)
 
 
-class RecipeParser(HfArgumentParser):
-    """transformers' parser, with errors of one line that guess what was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage of 140 flags."""
-        raise UserError(f"{message[:1].lower()}{message[1:]}. Run train.py --help for the flags.")
-
-
 def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     """Build the arguments from a recipe and flags: `[recipe] [--flag value ...]`.
 
@@ -118,38 +110,24 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
         recipe_path = RECIPES / "digits.yaml"
     given = _read_recipe(recipe_path)
 
-    parser = RecipeParser(
+    parser = HfArgumentParser(
         ARGUMENT_TYPES,
         prog="train.py",
         usage="train.py [recipe] [--flag value ...]",
         description="Train a Vision Transformer from scratch. A flag overrides the recipe's value.",
         allow_abbrev=False,
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        exit_on_error=False,  # an error would print the usage of 140 flags
     )
-    known = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
-    for key in given:
-        if key not in known:
-            raise UserError(f"{recipe_path}: unknown key {key!r}.{_guess(key, known)}")
-    for argument in argv:
-        name = argument.removeprefix("--").split("=")[0].replace("-", "_")
-        if (
-            argument.startswith("--")
-            and name not in known
-            and name.removeprefix("no_") not in known
-            and name != "help"
-        ):
-            raise UserError(f"unknown flag {argument.split('=')[0]}.{_guess(name, known, prefix='--')}")
-
     # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
+    names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     recipe = Recipe()
-    origins: list[tuple[Origin, list[str]]] = [("recipe", recipe_argv), ("flag", argv)]
-    for origin, arguments in origins:
-        recipe.add(_explicit(parser, arguments), origin)
-    recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
-    recipe.settings = {name: recipe.settings[name] for name in known if name in recipe.settings}
+    recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
+    recipe.add(_explicit(parser, names, argv, "the command line"), "flag")
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
+    recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
+    recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings}
     return Arguments(*parsed), recipe
 
 
@@ -213,12 +191,8 @@ def _recipe_path(name: str) -> Path:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe as text: the flags' own types read the values, so that `1e-3` is a number and `no` is a word."""
-    try:
+    with blame_the_files(f"{path}: the recipe cannot be read as YAML"):
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"{path}: the recipe cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the recipe is no YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(recipe, dict):
         raise UserError(f"{path}: a recipe must be lines of `key: value`, got {type(recipe).__name__}.")
     return recipe
@@ -232,15 +206,18 @@ def _as_arguments(key: str, value: Any) -> list[str]:
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def _explicit(parser: RecipeParser, argv: Sequence[str]) -> dict[str, Any]:
+def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], source: str) -> dict[str, Any]:
     """Return the flags that `argv` sets, with their values, without defaults."""
-    given = {re.sub("^no_", "", a.removeprefix("--").split("=")[0].replace("-", "_")) for a in argv if a[:2] == "--"}
-    return {name: value for name, value in vars(parser.parse_args(argv)).items() if name in given}
-
-
-def _guess(name: str, known: Sequence[str], prefix: str = "") -> str:
-    match = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {prefix}{match[0]}?" if match else " Run train.py --help for the known ones."
+    unset = object()
+    try:
+        found, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(names, unset)))
+    except ArgumentError as error:
+        raise UserError(f"{source}: {error}. Run train.py --help for the flags.") from error
+    if unknown:
+        name = unknown[0].removeprefix("--").partition("=")[0]
+        guess = "".join(f" Did you mean {match}?" for match in difflib.get_close_matches(name, names, n=1))
+        raise UserError(f"{source}: unknown flag {name!r}.{guess} Run train.py --help for the flags.")
+    return {name: value for name, value in vars(found).items() if value is not unset}
 
 
 def _plain(value: Any) -> Any:

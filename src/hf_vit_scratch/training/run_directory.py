@@ -1,5 +1,6 @@
 """The folder of a run: who may write there, and what a resumed run goes on from."""
 
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files
 from .arguments import ViTTrainingArguments
 from .checkpointing import complete_checkpoints, find_checkpoint
 from .recipe import FACTS, RECIPE, Recipe
@@ -35,17 +36,15 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
     if not args.should_save or output_dir.is_file():  # `resolve_checkpoint` refuses a file
         yield
         return
-    with blame_the_user():
-        output_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output_dir / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
-        ) from error
-    except OSError as error:
-        raise UserError(f"{output_dir} cannot be written to: {error}.") from error
+    with blame_the_files(f"{output_dir} cannot be written to"):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
+            ) from error
     try:
         yield
     finally:
@@ -59,11 +58,8 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:
     """Return the checkpoint to continue from, after making sure that no other run is overwritten.
 
-    `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`.
-
-    Args:
-        args: The arguments.
-        recipe: The recipe, to be compared with that of the run. It takes over what that run chose for its images.
+    `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`. The recipe
+    is compared with that of the run, and takes over what that run chose for its images.
 
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
@@ -94,25 +90,18 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
 def _refuse_other_run(output_dir: Path) -> None:
     """Refuse a folder that holds more than a check, or a run killed before its first checkpoint, leaves behind."""
-    if not output_dir.exists():
-        return
-    if output_dir.is_dir():
-        incomplete = {path.name for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-        incomplete -= {path.name for path in complete_checkpoints(output_dir)}
-        if not {path.name for path in output_dir.iterdir()} - {RECIPE, FACTS, "samples.png", LOCK} - incomplete:
-            return
-    raise UserError(
-        f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint true, "
-        "choose another --output_dir, or delete it."
-    )
+    replaceable = {output_dir / name for name in (RECIPE, FACTS, "samples.png", LOCK)}
+    if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
+        replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
+    if output_dir.is_file() or {*output_dir.glob("*")} - replaceable:
+        raise UserError(
+            f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint "
+            "true, choose another --output_dir, or delete it."
+        )
 
 
 def without_resuming(argv: Sequence[str]) -> list[str]:
     """Return the command line that begins a run, without the flag that resumes it."""
-    kept, arguments = [], iter(argv)
-    for argument in arguments:
-        if argument.split("=")[0].replace("-", "_") != "__resume_from_checkpoint":
-            kept.append(argument)
-        elif "=" not in argument:
-            next(arguments, None)  # its value
-    return kept
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    return parser.parse_known_args(argv)[1]

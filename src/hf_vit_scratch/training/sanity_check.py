@@ -15,30 +15,24 @@ from torch.nn import functional as F
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import denormalize
-from .auto_config import sizes_and_modes
+from ..evaluation.figures import plot_images
+from .auto_config import images_per_second, planned_passes, sizes_and_modes
 from .trainer import ViTTrainer
 
 OVERFIT_IMAGES = 64  # images that the model must be able to learn by heart
+SHOWN_IMAGES = 36
 MAX_STEPS = 200
 SECONDS = 5.0  # for each measurement of speed
 TRIAL_SECONDS = 45.0  # of real training
 MIN_RELATIVE_GAIN = 0.02  # share of the first loss that a trial must take off
 
 
-def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
-    """Print what was found, write a sheet of training images as the model sees them, and end in a verdict.
+def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
+    """Print what was found, write `samples.png` with images as the model sees them, and return whether all is well.
 
     It looks at the balance of classes, the modes and sizes of images, whether the model can learn 64 images by heart,
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
-    seconds of real training.
-
-    Args:
-        trainer: Trainer before training; its model is used up.
-        splits: Result of `load_splits`.
-        output_dir: Where `samples.png` is written.
-
-    Returns:
-        Whether nothing was found that should be changed before training.
+    seconds of real training. It uses up the model of the trainer.
     """
     problems = [*_classes(splits), *_images(splits["train"], trainer)]
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -46,16 +40,11 @@ def check(trainer: ViTTrainer, splits: DatasetDict, output_dir: Path) -> bool:
     trainer.model.load_state_dict(untrained)
     data_report(trainer)
     problems += _trial(trainer)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path = output_dir / "samples.png"
-    _sheet(trainer, splits["train"].features["label"].names).save(path)
+    path = Path(trainer.args.output_dir) / "samples.png"
+    _plot_samples(trainer, splits["train"].features["label"].names, path)
     print(f"Samples    {path}: images as the model gets them, with their labels")
-    if problems:
-        print("Verdict    Look at this before training:")
-        for problem in problems:
-            print(f"           - {problem}")
-    else:
-        print("Verdict    Nothing stands in the way of training.")
+    verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
+    print("\n           - ".join([f"Verdict    {verdict}", *problems]))
     return not problems
 
 
@@ -150,11 +139,7 @@ def _trial(trainer: ViTTrainer) -> list[str]:
 
 
 def data_report(trainer: ViTTrainer) -> str:
-    """Measure loading alone and the model alone, and print which of the two bounds the speed of training.
-
-    Returns:
-        `"loading"` or `"computing"`.
-    """
+    """Measure loading alone and the model alone; print and return which bounds training, "loading" or "computing"."""
     dataset: Any = trainer.train_dataset
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
 
@@ -163,7 +148,7 @@ def data_report(trainer: ViTTrainer) -> str:
         pixel_values[-1, -1, -1, -1].item()  # reading it waits for the device
         return len(pixel_values)
 
-    loading = _images_per_second(load)
+    loading = images_per_second(load, SECONDS)
     batch = trainer._prepare_inputs(next(loader))
     trainer.model.train()
 
@@ -172,58 +157,31 @@ def data_report(trainer: ViTTrainer) -> str:
             loss = trainer.model(**batch).loss
         loss.backward()
         trainer.model.zero_grad()
-        return len(batch["pixel_values"]) if loss.item() == loss.item() else 0  # reading it waits for the device
+        loss.item()  # reading it waits for the device
+        return len(batch["pixel_values"])
 
-    computing = _images_per_second(compute)
+    computing = images_per_second(compute, SECONDS)
     bound = "computing" if computing < loading else "loading"
     print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
     if bound == "loading":
         kept = isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
-        print(f"Time       {_expected_time(trainer, min(loading, computing))}")
+        passes = planned_passes(trainer.args, len(dataset))
+        needed = passes * len(dataset) / (min(loading, computing) * trainer.args.world_size) / 60
+        minutes = min(needed, trainer.args.max_train_minutes or math.inf)
+        passes *= minutes / needed
+        print(f"Time       about {minutes:.1f} minutes of training, {passes:.0f} passes over the images")
     return bound
 
 
-def _expected_time(trainer: ViTTrainer, speed: float) -> str:
-    """Return what training will take at so many images per second and process, in words."""
-    args, number = trainer.args, len(cast(ImageClassificationDataset, trainer.train_dataset))
-    speed *= args.world_size
-    passes = args.num_train_epochs
-    if args.max_steps > 0:
-        images_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        passes = args.max_steps * images_per_step / number
-    minutes = passes * number / speed / 60
-    if args.max_train_minutes is not None and args.max_train_minutes < minutes:
-        passes, minutes = passes * args.max_train_minutes / minutes, args.max_train_minutes
-    return f"about {minutes:.1f} minutes of training, {passes:.0f} passes over the images"
-
-
-def _images_per_second(step: Any) -> float:
-    step()
-    images, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        images += step()
-    return images / (time.perf_counter() - start)
-
-
-def _sheet(trainer: ViTTrainer, names: list[str]) -> Image.Image:
-    """Draw up to 32 augmented training images, each with the label that it has most of."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    dataset: Any = trainer.train_dataset
-    assert isinstance(dataset, ImageClassificationDataset)
-    pixel_values, labels = _batch(trainer, 32, stage=min(1, len(dataset.stages) - 1))
-    images = denormalize(pixel_values, dataset.image_processor)
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    for axes in figure.subplots(4, 8).flat:
-        axes.axis("off")
-    for axes, image, label in zip(figure.axes, images, labels, strict=False):
-        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
-        best = int(label.argmax()) if label.is_floating_point() else int(label)
-        share = f" {label.max():.0%}" if label.is_floating_point() else ""
-        axes.set_title(f"{names[best]}{share}", fontsize=8)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
+    """Plot augmented training images, each with the label that it has most of."""
+    dataset = cast(ImageClassificationDataset, trainer.train_dataset)
+    pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage=min(1, len(dataset.stages) - 1))
+    images = [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
+    if labels.is_floating_point():
+        captions = [f"{names[int(label.argmax())]} {label.max():.0%}" for label in labels]
+    else:
+        captions = [names[int(label)] for label in labels]
+    plot_images(images, captions, path)

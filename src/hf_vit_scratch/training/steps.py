@@ -6,16 +6,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import DatasetDict, IterableDataset
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..data.augmentation import training_stages
 from ..data.dataset import ImageClassificationDataset
@@ -23,7 +22,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
@@ -34,7 +33,7 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from ..speed.linear import onednn_is_faster
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_labels, set_fields
+from .arguments import Arguments, ModelArguments, set_fields
 from .recipe import Recipe, model_config, stage_arguments
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
@@ -44,19 +43,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Data:
-    """Images and labels of a run.
-
-    Args:
-        splits: The rows of `train` (not of a stream), `validation` and `test`.
-        stream: The training rows, if they are read while training.
-    """
+    """The images and labels of a run. If `stream` yields the training rows, `splits` holds the other two splits."""
 
     splits: DatasetDict
     stream: IterableDataset | None = None
-    label_names: list[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.label_names = self.splits["validation"].features["label"].names
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the classes."""
+        return self.splits["validation"].features["label"].names
 
 
 def is_masked(args: Arguments) -> bool:
@@ -73,8 +68,14 @@ def check_and_seed(args: Arguments) -> None:
     training = args.training
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
-    if is_masked(args):
-        refuse_labels(args)
+    for asked, flag in (
+        (args.data.streaming, "--streaming"),
+        (training.check, "--check"),
+        (args.mixing.mixup_alpha or args.mixing.cutmix_alpha, "mixing (--mixup_alpha, --cutmix_alpha)"),
+        (training.label_smoothing_factor, "--label_smoothing_factor"),
+    ):
+        if asked and is_masked(args):  # they need labels
+            raise UserError(f"{flag} does not go together with --task masked-image-modeling. Leave it out.")
     with blame_the_user():
         set_seed(training.seed)
 
@@ -103,10 +104,7 @@ def load_data(args: Arguments) -> Data:
 def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratchConfig, str | None]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
-    Args:
-        args: Arguments; changed in place.
-        recipe: Recipe; the choices are added.
-        data: The images.
+    The choices are set in the arguments, and added to the recipe.
 
     Returns:
         The model's configuration, and the saved model to start from; `None` for random weights.
@@ -152,14 +150,9 @@ def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTIma
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         return ViTImageProcessor(size=size, do_convert_rgb=True)
-    try:
+    with blame_the_files(f"--model {start} needs an image processor beside its weights, such as ViTImageProcessor()"):
         # What it would crop to is another size.
         return ViTImageProcessor.from_pretrained(start, size=size, do_center_crop=False)
-    except OSError as error:
-        raise UserError(
-            f"--model {start} holds no {IMAGE_PROCESSOR_NAME}, which says how its images were normalised. Save an "
-            f'image processor there, such as ViTImageProcessor(do_convert_rgb=True).save_pretrained("{start}").'
-        ) from error
 
 
 def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) -> ViTScratchPreTrainedModel:
@@ -187,12 +180,10 @@ def load_model(
     Raises:
         UserError: The saved model is not one for this configuration.
     """
-    loaded: Any = model_class.from_pretrained(
+    model, found = cast(Any, model_class).from_pretrained(
         path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    model, found = loaded
-    mismatched = {entry[0] for entry in found["mismatched_keys"]}
-    wrong = {*found["missing_keys"], *found["unexpected_keys"], *mismatched}
+    wrong = {*found["missing_keys"], *found["unexpected_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
     wrong = {name for name in wrong if not name.startswith(heads)}
     saved = ViTScratchConfig.from_pretrained(path)
@@ -211,15 +202,9 @@ def load_model(
 
 
 def build_trainer(
-    args: Arguments,
-    data: Data,
-    model: ViTScratchPreTrainedModel,
-    image_processor: ViTImageProcessor,
+    args: Arguments, data: Data, model: ViTScratchPreTrainedModel, image_processor: ViTImageProcessor
 ) -> tuple[ViTTrainer, ImageClassificationDataset]:
-    """Build the trainer with its datasets, and whiten the patch embedding if that is asked for.
-
-    Returns:
-        The trainer, and the test split.
+    """Build the trainer and the test split, and whiten the patch embedding if that is asked for.
 
     Raises:
         UserError: An argument cannot be used.
@@ -277,23 +262,16 @@ def build_trainer(
 
 
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
-    """Write the recipe, train, and save the model; end the process if SIGTERM stopped it.
+    """Save the recipe with the command that repeats the run, train, and save the model.
 
-    A run is resumed if the user says so, never by a guess.
-
-    Args:
-        trainer: Changed by training.
-        recipe: Recipe, which is saved beside the run.
-        checkpoint: The checkpoint to resume from.
-        command: The command line that repeats the run.
+    If SIGTERM stopped the training, the process ends.
 
     Raises:
         UserError: Training cannot start, or ran out of memory.
     """
-    training, output_dir = trainer.args, Path(trainer.args.output_dir)
+    training = trainer.args
     if training.should_save:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        recipe.save(output_dir, command)
+        recipe.save(Path(training.output_dir), command)
     with blame_the_user(until=lambda: trainer.has_started):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
