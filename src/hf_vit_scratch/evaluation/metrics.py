@@ -1,7 +1,9 @@
-"""Metrics of classification, computed without the network."""
+"""Metrics of classification, computed offline: `evaluate.load` would need the network."""
 
 from typing import Any, cast
 
+import datasets
+import evaluate
 import numpy as np
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torch import Tensor
@@ -10,6 +12,29 @@ from transformers import EvalPrediction
 
 METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")
 CALIBRATION_BINS = 15
+
+
+class TopKAccuracy(evaluate.Metric):
+    """Share of images whose class is the first, or among the first five, of the model's ranking.
+
+    Example:
+        >>> TopKAccuracy().compute(predictions=[[2, 0], [1, 2]], references=[2, 0])
+        {'accuracy': 0.5, 'top5_accuracy': 0.5}
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Top-1 and top-5 accuracy from ranked predictions.",
+            citation="",
+            inputs_description="predictions: class ids, best first; references: the true class ids.",
+            features=datasets.Features(
+                {"predictions": datasets.Sequence(datasets.Value("int64")), "references": datasets.Value("int64")}
+            ),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        hits = np.asarray(predictions) == np.asarray(references)[:, None]
+        return {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
 
 
 def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,12 +60,8 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         {'accuracy': 0.5, 'top5_accuracy': 0.5, 'exact_loss': 0.8}
     """
     ranked, _, losses = cast(tuple[np.ndarray, ...], evaluation.predictions)
-    hits = ranked == cast(np.ndarray, evaluation.label_ids)[:, None]
-    return {
-        "accuracy": float(hits[:, 0].mean()),
-        "top5_accuracy": float(hits[:, :5].any(axis=1).mean()),
-        "exact_loss": float(losses.mean(dtype=np.float64)),
-    }
+    accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=evaluation.label_ids)
+    return {**accuracies, "exact_loss": float(losses.mean(dtype=np.float64))}
 
 
 def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
