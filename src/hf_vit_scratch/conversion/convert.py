@@ -3,7 +3,8 @@
     vit-scratch convert SOURCE DESTINATION   convert a saved model
     vit-scratch convert --verify             measure how far converted models differ
 
-The functions that convert modules in memory, in both directions, can be imported from here too.
+The functions that convert modules in memory, in both directions, can be imported from here too. Each raises a
+`UserError` for a module of another class, and for a feature that the other side has not.
 """
 
 import argparse

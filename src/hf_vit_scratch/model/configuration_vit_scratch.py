@@ -230,10 +230,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         for name, rule in RULES.items():
             if getattr(self, name) is not None or name not in OPTIONAL_FIELDS:
                 rule.check(name, getattr(self, name))
-        self._validate_combinations()
-
-    def _validate_combinations(self) -> None:
-        """Check what must hold between fields."""
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:
