@@ -72,8 +72,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_timm(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head.
-    """
+    """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head."""
     vision_transformer = timm_class("to_timm")
     require_class(model, (ViTScratchModel, ViTScratchForImageClassification), "to_timm")
     require_values(model, "to_timm", ACCEPTED, training_only=("hidden_dropout_prob",))

@@ -67,8 +67,7 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert our classifier to torchvision's `VisionTransformer`, and a `ViTScratchModel` to one without heads.
-    """
+    """Convert our classifier to torchvision's `VisionTransformer`, and a `ViTScratchModel` to one without heads."""
     require_class(model, (ViTScratchForImageClassification, ViTScratchModel), "to_torchvision")
     config = model.config
     head = {} if config.classifier_hidden_size is None else {"classifier_act": ("tanh",)}

@@ -51,8 +51,7 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_vit(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler.
-    """
+    """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler."""
     require_class(model, CLASSES.values(), "to_vit")
     makes_images = isinstance(model, ViTScratchForMaskedImageModeling)
     require_values(model, "to_vit", ACCEPTED, training_only=("drop_path_rate",), square=makes_images)
