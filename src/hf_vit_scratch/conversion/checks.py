@@ -113,14 +113,11 @@ def _twin(model: nn.Module) -> nn.Module:
 
 def warn_of_dropout(theirs: nn.Module, caller: str, carried: str) -> None:
     """Warn of dropout that our model lacks, but for modules whose names end in `carried`."""
-    rates = {
-        name: getattr(part, "p", getattr(part, "prob", 0.0))
-        for name, part in theirs.named_modules()
-        if "drop" in type(part).__name__.lower()
-    }
-    left_behind = [
-        f"{name} (probability {rate})" for name, rate in rates.items() if rate and not name.endswith(carried)
-    ]
+    left_behind = []
+    for name, part in theirs.named_modules():
+        rate = getattr(part, "p", getattr(part, "prob", 0.0))
+        if "drop" in type(part).__name__.lower() and rate and not name.endswith(carried):
+            left_behind.append(f"{name} (probability {rate})")
     if left_behind:
         logger.warning("%s: left behind %s, which act in training only.", caller, summarize(left_behind))
 

@@ -259,7 +259,3 @@ def main(argv: list[str]) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
