@@ -4,7 +4,7 @@
     vit-scratch convert --verify             measure how far converted models differ
 
 The functions that convert modules in memory, in both directions, can be imported from here too. Each raises a
-`UserError` for a module of another class, and for a feature that the other side has not.
+`UserError` for a module of another class, for a feature that the other side has not, and if timm is missing.
 """
 
 import argparse
