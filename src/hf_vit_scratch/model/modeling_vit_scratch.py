@@ -377,8 +377,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         if config is None and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
-            fields, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
-            saved = cls.config_class.from_dict(fields) if fields else config  # an adapter has none
+            fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
+            saved = type(config).from_dict(fields) if fields else config  # an adapter has none
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
                 image_size, config = config.image_size, copy.deepcopy(config)
                 config.image_size = saved.image_size
