@@ -727,7 +727,7 @@ def test_attention_mask_of_the_wrong_shape_is_refused(shape, pixel_values):
 
 
 def test_causal_classifier_on_the_class_token_is_refused():
-    with pytest.raises(ValueError, match=r"is_causal=True needs pooling='mean' in a classifier"):
+    with pytest.raises(ValueError, match=r"is_causal=True needs pooling='mean': the class token, being first"):
         tiny_model(ViTScratchForImageClassification, is_causal=True)
 
 

@@ -37,11 +37,7 @@ class BertComposite(nn.Module):
     """Feed transformers' `BertModel` a class token and Conv2d patches of images, as its `inputs_embeds`.
 
     Shapes: pixels (B, C, height, width) -> `BaseModelOutputWithPoolingAndCrossAttentions` of 1 + rows * cols tokens.
-
-    Args:
-        bert: A `BertModel`.
-        patch_embeddings: `nn.Conv2d` whose stride is its kernel, to `hidden_size` channels.
-        cls_token: `hidden_size` values, in any shape.
+    The parts are those of `from_bert`.
     """
 
     def __init__(self, bert: nn.Module, patch_embeddings: nn.Conv2d, cls_token: Tensor):
@@ -73,9 +69,6 @@ def from_bert(
         patch_embeddings: `nn.Conv2d` whose stride is its kernel, to `hidden_size` channels.
         cls_token: `hidden_size` values, in any shape.
         image_size: Height and width in pixels; `None` for the largest square grid that BERT has positions for.
-
-    Raises:
-        UserError: The parts do not belong together, or BERT has a feature that we have not.
     """
     require_class(bert, (BertModel,), "from_bert")
     require_class(patch_embeddings, (nn.Conv2d,), "from_bert")
@@ -117,9 +110,6 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
     Returns:
         A `BertModel` without pooler, with as many positions as there are tokens, one word and one token type, both
         zero; the Conv2d of the patches; and the class token, (1, 1, D).
-
-    Raises:
-        UserError: The model is no ViTScratch model, or BERT has no counterpart of a feature.
     """
     require_class(model, (ViTScratchModel,), "to_bert")
     require_values(model, "to_bert", ACCEPTED, training_only=("drop_path_rate",))

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,15 +41,7 @@ def require_values(
     training_only: Iterable[str] = (),
     square: bool = False,
 ) -> None:
-    """Refuse a ViTScratch model that the other library cannot express.
-
-    Args:
-        model: A ViTScratch model.
-        caller: The converter's name, for the messages.
-        accepted: The values that fields of the configuration may have.
-        training_only: Fields that the other library lacks. A warning names those that are set.
-        square: Whether images and patches must be square.
-    """
+    """Refuse a model whose fields have other values than the accepted ones; warn of fields that only training uses."""
     config = model.config
     wrong = [
         f"{name}={getattr(config, name)!r}" for name, values in accepted.items() if getattr(config, name) not in values
@@ -82,12 +75,7 @@ def check_equal(
 
     It finds what no name and no shape shows: another activation, another order of the norms, a module's own forward.
     The models' own weights may hide these: a new head of zeros gives the same logits for every pooling.
-
-    Args:
-        theirs: The model of the other library.
-        ours: Our model.
-        caller: The converter's name, for the messages.
-        to_our_weights: Returns the weights of a model like `theirs` under our names.
+    `to_our_weights` returns the weights of a model like `theirs` under our names.
     """
     config, generator = ours.config, torch.Generator().manual_seed(0)
     pixels = torch.randn(1, config.num_channels, *config.image_height_width, generator=generator, dtype=torch.float64)
@@ -125,14 +113,11 @@ def _twin(model: nn.Module) -> nn.Module:
 
 def warn_of_dropout(theirs: nn.Module, caller: str, carried: str) -> None:
     """Warn of dropout that our model lacks, but for modules whose names end in `carried`."""
-    rates = {
-        name: getattr(part, "p", getattr(part, "prob", 0.0))
-        for name, part in theirs.named_modules()
-        if "drop" in type(part).__name__.lower()
-    }
-    left_behind = [
-        f"{name} (probability {rate})" for name, rate in rates.items() if rate and not name.endswith(carried)
-    ]
+    left_behind = []
+    for name, part in theirs.named_modules():
+        rate = getattr(part, "p", getattr(part, "prob", 0.0))
+        if "drop" in type(part).__name__.lower() and rate and not name.endswith(carried):
+            left_behind.append(f"{name} (probability {rate})")
     if left_behind:
         logger.warning("%s: left behind %s, which act in training only.", caller, summarize(left_behind))
 
@@ -144,33 +129,27 @@ def warn_of_pooler(theirs: nn.Module, caller: str) -> None:
 
 
 def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:
-    """Run a model and keep all that can be compared.
-
-    Args:
-        module: Returns a tensor (of logits) or a transformers `ModelOutput`.
-        inputs: Positional arguments of the model.
-        kwargs: Keyword arguments of the model.
+    """Run a model that returns logits or a transformers `ModelOutput`, and keep all that can be compared.
 
     Returns:
         "hidden_states.0" (what enters the first layer), "hidden_states.1" and so on, "attentions.0" and so on where
         the model returns them, and the outputs under transformers' names.
     """
     seen: dict[str, Tensor] = {}
-    layers = encoder_layers(module)
 
     def keep(depth: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            seen[f"hidden_states.{depth}"] = output[0] if isinstance(output, tuple) else output
+        def hook(_layer: nn.Module, inputs: Any, output: Any) -> None:
+            seen[f"hidden_states.{depth}"] = inputs[0]
+            seen[f"hidden_states.{depth + 1}"] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
-    handles = [layers[0].register_forward_pre_hook(lambda _, args: seen.update({"hidden_states.0": args[0]}))]
-    handles += [layer.register_forward_hook(keep(depth)) for depth, layer in enumerate(layers, start=1)]
-    try:
+    # In every library, the first list of modules holds the encoder layers.
+    layers = next(part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
+    with ExitStack() as hooks:
+        for depth, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_hook(keep(depth)))
         outputs = module(*inputs, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, value in {"logits": outputs}.items() if isinstance(outputs, Tensor) else outputs.items():
         if name == "attentions":
             seen |= {f"attentions.{depth}": weights for depth, weights in enumerate(value)}
@@ -179,22 +158,8 @@ def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tens
     return seen
 
 
-def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder layers of a model of any library."""
-    for path in ("layers", "vit.layers", "blocks", "encoder.layers", "bert.encoder.layer"):
-        try:
-            return list(model.get_submodule(path).children())
-        except AttributeError:
-            continue
-    raise TypeError(f"{type(model).__name__} has no layers that are known here.")
-
-
 def largest_differences(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest absolute difference of each kind between two sets of tensors by name.
-
-    Raises:
-        UserError: A hidden state or gradient is missing in one, a shape differs, or nothing can be compared.
-    """
+    """Return the largest absolute difference of each kind between two sets of tensors by name."""
     kinds = {"hidden_states": "hidden states", "attentions": "attention maps", "gradients": "gradients"}
     for name in theirs.keys() ^ ours.keys():
         if name.startswith(("hidden_states.", "gradients.")):

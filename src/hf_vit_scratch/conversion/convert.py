@@ -3,7 +3,8 @@
     vit-scratch convert SOURCE DESTINATION   convert a saved model
     vit-scratch convert --verify             measure how far converted models differ
 
-The functions that convert modules in memory, in both directions, can be imported from here too.
+The functions that convert modules in memory, in both directions, can be imported from here too. Each raises a
+`UserError` for a module of another class, for a feature that the other side has not, and if timm is missing.
 """
 
 import argparse
@@ -247,7 +248,3 @@ def main(argv: list[str]) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -34,11 +34,7 @@ def _our_names(name: str, table: Mapping[str, str]) -> list[str]:
 
 
 def to_our_names(theirs: Mapping[str, Tensor], table: Mapping[str, str], caller: str) -> dict[str, Tensor]:
-    """Return parameters under our names, joined ones split.
-
-    Raises:
-        UserError: The table lacks some of the names, or two of them stand for one of ours.
-    """
+    """Return parameters under our names, joined ones split."""
     names = {name: _our_names(name, table) for name in theirs}
     if unknown := [name for name, ours in names.items() if not ours]:
         raise UserError(f"{caller}: no plain Vision Transformer: we have no counterpart of {summarize(unknown)}.")
@@ -64,13 +60,9 @@ def to_their_names(ours: Mapping[str, Tensor], names: Iterable[str], table: Mapp
 
 
 def load_weights(module: Module, state: Mapping[str, Tensor], caller: str, like: nn.Module | None = None) -> Module:
-    """Load copies of these tensors, each in its own dtype, if their names and shapes are those of `module`.
+    """Load copies of these tensors, each in its own dtype, if their names and shapes are those of a new module.
 
-    Args:
-        module: A new model of any library.
-        state: The tensors by name, without the prefix `vit.`.
-        caller: The converter's name, for the error message.
-        like: A model whose device and mode the new one takes.
+    The names come without the prefix `vit.`. The module takes the device and the mode of the model `like`.
     """
     expected, given = (
         {name: tuple(tensor.shape) for name, tensor in part.items()} for part in (weights_of(module), state)
@@ -90,14 +82,9 @@ def load_weights(module: Module, state: Mapping[str, Tensor], caller: str, like:
 def build_from_weights(
     state: Mapping[str, Tensor], caller: str, like: nn.Module | None = None, **fields: Any
 ) -> ViTScratchPreTrainedModel:
-    """Build our pre-LN model of these weights, whose shapes show its sizes.
+    """Build our pre-LN model of these weights, whose shapes show its sizes; without a classifier, an encoder.
 
-    Args:
-        state: The weights under our names, without the prefix `vit.`. Without a classifier among them, the model is a
-            `ViTScratchModel`.
-        caller: The converter's name, for the error message.
-        like: A model whose device and mode the new one takes.
-        fields: Fields of the configuration that no shape shows.
+    `fields` are those of the configuration that no shape shows. For the rest, see `load_weights`.
     """
     hidden_size, num_channels, *patch_size = state["embeddings.patch_embeddings.projection.weight"].shape
     if "classifier.weight" in state:

@@ -8,10 +8,9 @@ import copy
 import math
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,22 +35,12 @@ def with_gradients_as_parameters(module: nn.Module) -> nn.Module:
     return twin
 
 
-@dataclass(frozen=True)
-class Peer:
-    """An independent implementation to be measured against.
-
-    Args:
-        name: Name in the table.
-        package: Package that must be installed.
-        build: Makes a small model of it.
-        to_ours: Converts such a model.
-        to_theirs: Converts a ViTScratch model.
-        gives_attentions: Whether it returns attention maps.
-    """
+class Peer(NamedTuple):
+    """An independent implementation to be measured against."""
 
     name: str
-    package: str
-    build: Callable[[], nn.Module]
+    package: str  # which must be installed
+    build: Callable[[], nn.Module]  # makes a small model
     to_ours: Callable[[Any], ViTScratchPreTrainedModel]
     to_theirs: Callable[[Any], nn.Module]
     gives_attentions: bool = False
@@ -129,12 +118,7 @@ def limit(kind: str, dtype: torch.dtype, std: float) -> float:
 
 
 def measure(
-    peer: Peer,
-    direction: str,
-    dtype: torch.dtype,
-    std: float,
-    seed: int = 0,
-    spoil: Callable[[Any], None] | None = None,
+    peer: Peer, direction: str, dtype: torch.dtype, std: float, spoil: Callable[[Any], None] | None = None
 ) -> dict[str, float]:
     """Return the largest absolute differences between a model and what it was converted to.
 
@@ -143,14 +127,13 @@ def measure(
         direction: `"from"`, random parameters there and ours converted, or `"to"`, the reverse.
         dtype: Precision of parameters and pixels.
         std: Standard deviation of all parameters.
-        seed: Seed of parameters, pixels and mask.
         spoil: A change to our model before the comparison, for tests.
 
     Returns:
         One number for each of `KINDS` that the peer shows: the outputs, the hidden states from the embeddings to the
         last layer, the attention maps, and the gradients of all parameters and pixels.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     theirs = peer.build().to(dtype).eval()
     if direction == "from":
         ours = peer.to_ours(randomize_(theirs, std, generator))

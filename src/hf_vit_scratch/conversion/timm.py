@@ -42,9 +42,6 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
     Without a head (`num_classes=0`) the result is a `ViTScratchModel`. timm's average pooling keeps the class token
     (`use_cls_token`) and normalizes after pooling (`fc_norm`), unless it was built otherwise; so does ours then.
-
-    Raises:
-        UserError: timm is not installed, the module is of another class, or has a feature that we have not.
     """
     require_class(vit, (timm_class("from_timm"),), "from_timm")
     source = cast(Any, vit)
@@ -75,11 +72,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_timm(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head.
-
-    Raises:
-        UserError: timm is not installed, the model is none of these, or timm has no counterpart of a feature.
-    """
+    """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head."""
     vision_transformer = timm_class("to_timm")
     require_class(model, (ViTScratchModel, ViTScratchForImageClassification), "to_timm")
     require_values(model, "to_timm", ACCEPTED, training_only=("hidden_dropout_prob",))

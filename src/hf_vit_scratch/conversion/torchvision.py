@@ -47,9 +47,6 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
     Its head of two layers (`representation_size`) becomes `classifier_hidden_size` with tanh. `heads` that were
     replaced may be one `nn.Linear`; with `nn.Identity` the result is a `ViTScratchModel`.
-
-    Raises:
-        UserError: The module is of another class, or has a feature that we have not.
     """
     require_class(vit, (VisionTransformer,), "from_torchvision")
     source = cast(Any, vit)
@@ -70,11 +67,7 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert our classifier to torchvision's `VisionTransformer`, and a `ViTScratchModel` to one without heads.
-
-    Raises:
-        UserError: The model is none of these, or torchvision has no counterpart of a feature.
-    """
+    """Convert our classifier to torchvision's `VisionTransformer`, and a `ViTScratchModel` to one without heads."""
     require_class(model, (ViTScratchForImageClassification, ViTScratchModel), "to_torchvision")
     config = model.config
     head = {} if config.classifier_hidden_size is None else {"classifier_act": ("tanh",)}

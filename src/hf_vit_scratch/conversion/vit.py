@@ -34,9 +34,6 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
     Published DeiT models without distillation token are of these classes. The pooler of a `ViTModel`, a trained layer
     after the encoder, is left behind. With `nn.Identity` as its classifier a model becomes a `ViTScratchModel`.
-
-    Raises:
-        UserError: The module is of another class, or has a feature that we have not.
     """
     require_class(vit, CLASSES, "from_vit")
     if isinstance(vit, ViTForImageClassification) and isinstance(vit.classifier, nn.Identity):
@@ -54,11 +51,7 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
 
 
 def to_vit(model: ViTScratchPreTrainedModel) -> Any:
-    """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler.
-
-    Raises:
-        UserError: The model is no ViTScratch model, or transformers' ViT has no counterpart of a feature.
-    """
+    """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler."""
     require_class(model, CLASSES.values(), "to_vit")
     makes_images = isinstance(model, ViTScratchForMaskedImageModeling)
     require_values(model, "to_vit", ACCEPTED, training_only=("drop_path_rate",), square=makes_images)

@@ -228,12 +228,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             ValueError: A field, or a combination of fields, is impossible.
         """
         for name, rule in RULES.items():
-            if getattr(self, name) is not None or name not in OPTIONAL_FIELDS:
-                rule.check(name, getattr(self, name))
-        self._validate_combinations()
-
-    def _validate_combinations(self) -> None:
-        """Check what must hold between fields."""
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value is not None or default is not None:  # None is accepted where it is the default
+                rule.check(name, value)
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:
@@ -242,9 +239,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"encoder_stride must be None or equal patch_size ({self.patch_size}), got {self.encoder_stride!r}."
             )
-        for axis, image, patch in zip(
-            ("height", "width"), self.image_height_width, self.patch_height_width, strict=True
-        ):
+        axes = zip(("height", "width"), self.image_height_width, self.patch_height_width, strict=True)
+        for axis, image, patch in axes:
             if image % patch != 0:
                 raise ValueError(
                     f"image_size ({axis} {image}) must be divisible by patch_size ({axis} {patch}). "
@@ -316,9 +312,6 @@ POSITIVE = _number(lambda number: 0 < number < math.inf, "a positive and finite 
 PROBABILITY = _number(lambda number: 0 <= number < 1, "a number of at least 0 and below 1")
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
-OPTIONAL_FIELDS = (
-    "encoder_stride", "classifier_hidden_size", "patch_initializer_range", "use_cls_token", "problem_type"
-)  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("image_size", "patch_size", "encoder_stride"), SIZE),
     **dict.fromkeys(("num_channels", "hidden_size", "num_attention_heads"), COUNT),

@@ -107,10 +107,7 @@ class ViTScratchAttention(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.dropout_prob = config.attention_probs_dropout_prob
-        # The sdpa and flash implementations read these; a missing `is_causal` counts as True.
-        self.is_causal = config.is_causal
-        self.num_key_value_groups = 1
+        self.is_causal = config.is_causal  # for the sdpa and flash implementations, which take a missing one as True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -137,9 +134,9 @@ class ViTScratchAttention(nn.Module):
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, eager_attention_forward
         )
-        scaling, dropout = self.head_dim**-0.5, self.dropout_prob if self.training else 0.0
+        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         context, attn_weights = attention_interface(
-            self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            self, query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=dropout, **kwargs
         )  # (B, N, H, K)
         return self.o_proj(context.flatten(2)), attn_weights
 
@@ -219,36 +216,31 @@ class ViTScratchPatchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.num_channels = config.num_channels
         self.patch_size = config.patch_height_width
-        self.projection = nn.Conv2d(self.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        self.check(pixel_values)
-        # Pixels come from the image processor in float32; the weights may be in half precision.
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
 
     def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
         """Return the number of patches along the height and along the width of these images."""
         height, width = pixel_values.shape[2:]
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def check(self, pixel_values: Tensor) -> None:
-        """Raise a TypeError or a ValueError unless these are images that can be cut into patches."""
+    def forward(self, pixel_values: Tensor) -> Tensor:
         if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
             given = getattr(pixel_values, "dtype", type(pixel_values).__name__)
             raise TypeError(
                 f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
                 "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
-        shape, num_channels, (patch_height, patch_width) = pixel_values.shape, self.num_channels, self.patch_size
-        fits = len(shape) == 4 and shape[1] == num_channels and shape[2] >= patch_height and shape[3] >= patch_width
+        shape, channels, (patch_height, patch_width) = pixel_values.shape, self.projection.in_channels, self.patch_size
+        fits = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
         if not fits or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
             raise ValueError(
-                f"pixel_values must have the shape (batch, {num_channels} channels, height, width), divisible by "
+                f"pixel_values must have the shape (batch, {channels} channels, height, width), divisible by "
                 f"the patch size {patch_height}x{patch_width}, got {tuple(shape)}. Resize the images, as the image "
                 "processor does. A single image needs a batch axis: pixel_values[None]."
             )
+        # Pixels come from the image processor in float32; the weights may be in half precision.
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
 
 def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -328,10 +320,12 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     """What transformers needs to know of every model of this file, how weights start, and loading at another size."""
 
     config: ViTScratchConfig
-    config_class = ViTScratchConfig
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
+    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. Because of **kwargs
+    # it would believe that the models take `num_items_in_batch`, and not divide.
+    accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
     _supports_sdpa = True
@@ -349,10 +343,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Set every parameter and buffer of `module`: truncated normal weights, zero biases, norms of one and zero.
-
-        The functions of `transformers.initialization` leave alone what has been loaded from a file.
-        """
+        """Set what no file held: truncated normal weights and tokens, zero biases, norms of one and zero."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
             init.trunc_normal_(module.weight, std=std)
@@ -386,8 +377,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         if config is None and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
-            fields, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
-            saved = cls.config_class.from_dict(fields) if fields else config  # an adapter has none
+            fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
+            saved = type(config).from_dict(fields) if fields else config  # an adapter has none
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
                 image_size, config = config.image_size, copy.deepcopy(config)
                 config.image_size = saved.image_size
@@ -399,10 +390,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
-        """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions.
-
-        A call with another size does not need this: it interpolates for that call.
-        """
+        """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions."""
         config = copy.copy(self.config)
         config.image_size = image_size
         config.validate()
@@ -456,8 +444,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             kwargs: Passed on to the attention function.
 
         Raises:
-            TypeError: The pixels are not floating point.
-            ValueError: The pixels or a mask have the wrong shape, or there is no mask token.
+            TypeError, ValueError: The pixels or a mask have a wrong type or shape, or there is no mask token.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -467,7 +454,14 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if output_attentions:  # only eager attention gives its weights
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        mask = self._attention_scores_mask(config, hidden_states, attention_mask)
+        # A mask of four axes is taken as prepared for the attention function, as in transformers.
+        if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have one entry per token, the class token included: shape "
+                f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
+            )
+        create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
+        mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache, no second sequence
         options: dict[str, Any] = {**kwargs, "attn_implementation": config._attn_implementation}
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
@@ -491,20 +485,6 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
-
-    def _attention_scores_mask(
-        self, config: ViTScratchConfig, hidden_states: Tensor, attention_mask: Tensor | None
-    ) -> Any:
-        """Return the mask that the attention function takes, or None if nothing is masked."""
-        # A mask of four axes is taken as prepared for the attention function, as in transformers.
-        if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"attention_mask must have one entry per token, the class token included: shape "
-                f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
-            )
-        if config.is_causal:
-            return create_causal_mask(config, hidden_states, attention_mask, None)  # no key-value cache
-        return create_bidirectional_mask(config, hidden_states, attention_mask)
 
     def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the vector that the classifier reads.  (B, N, D) -> (B, D)."""
@@ -539,26 +519,18 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         torch.Size([2, 10])
     """
 
-    # The loss is a batch mean, so the Trainer must divide it by the number of accumulation steps. Because of **kwargs
-    # it would believe that this model takes `num_items_in_batch`, and not divide.
-    accepts_loss_kwargs = False
-
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         if config.is_causal and config.pooling == "cls":
-            raise ValueError(
-                "is_causal=True needs pooling='mean' in a classifier: the class token comes first, so it would see no "
-                "patch and the logits would be the same for every image."
-            )
+            raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
         self.vit = ViTScratchModel(config)
-        classifier_input = config.classifier_hidden_size or config.hidden_size
+        width = config.classifier_hidden_size or config.hidden_size
         self.pre_logits: nn.Module = nn.Identity()
         if config.classifier_hidden_size is not None:  # [1] section 3.1: one hidden layer at pre-training time
-            hidden_layer = nn.Linear(config.hidden_size, classifier_input)
-            self.pre_logits = nn.Sequential(hidden_layer, ACT2FN[config.classifier_act])
-        self.classifier = nn.Linear(classifier_input, config.num_labels)
+            self.pre_logits = nn.Sequential(nn.Linear(config.hidden_size, width), ACT2FN[config.classifier_act])
+        self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -570,17 +542,14 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
         numbers (B, L), or (B,) for one label, for regression.
         """
-        outputs: BaseModelOutputWithPooling = self.vit(pixel_values, return_dict=True, **kwargs)
+        outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of a batch, a scalar.
-
-        Not `self.loss_function`: with float labels it changes `config.problem_type`, and it divides by
-        `num_items_in_batch` for one problem type only.
-        """
+        """Return the mean loss of a batch, a scalar."""
+        # Not `self.loss_function`, which changes `config.problem_type` when labels are floats.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
         default = "regression" if self.config.num_labels == 1 else "single_label_classification"
         problem_type = self.config.problem_type or default
@@ -606,8 +575,6 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         torch.Size([1, 3, 32, 32])
     """
 
-    accepts_loss_kwargs = False  # as in the classifier
-
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         if config.fc_norm:
@@ -626,12 +593,10 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
         The loss is the mean absolute error of the masked pixels. Without `bool_masked_pos` there is none.
         """
-        outputs: BaseModelOutputWithPooling = self.vit(
-            pixel_values, bool_masked_pos=bool_masked_pos, return_dict=True, **kwargs
-        )
+        outputs = self.vit(pixel_values, bool_masked_pos=bool_masked_pos, return_dict=True, **kwargs)
         grid = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
         patch_height, patch_width = self.config.patch_height_width
-        patches = cast(Tensor, outputs.last_hidden_state)[:, self.config.num_prefix_tokens :]
+        patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
         patches = self.decoder(patches.transpose(1, 2).unflatten(2, grid))  # (B, C * patch pixels, rows, cols)
         patches = patches.unflatten(1, (self.config.num_channels, patch_height, patch_width))
         reconstruction = patches.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)  # (B, C, height, width)
@@ -680,9 +645,6 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
 
 __all__ = [
-    "ViTScratchBackbone",
-    "ViTScratchForImageClassification",
-    "ViTScratchForMaskedImageModeling",
-    "ViTScratchModel",
+    "ViTScratchBackbone", "ViTScratchForImageClassification", "ViTScratchForMaskedImageModeling", "ViTScratchModel",
     "ViTScratchPreTrainedModel",
-]
+]  # fmt: skip
