@@ -111,11 +111,7 @@ def load_digits() -> DatasetDict:
 
 
 def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
-    """Refuse class ids out of range, which would end in a nameless fault on the device, much later.
-
-    Raises:
-        UserError: Names the first.
-    """
+    """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
     names = rows.features["label"].names
     labels = np.asarray([-1 if label is None else label for label in rows["label"][:]])
     unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))

@@ -32,7 +32,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
     Args:
         rows: The training split of `load_splits` with `streaming`.
         options: Arguments of `BatchTransform`. Its seed is that of the order too.
-        batch_size: Rows per batch, B. With `skip_corrupt`, a batch may hold fewer images.
+        batch_size: Rows per batch. With `skip_corrupt`, a batch may hold fewer images.
         stage_of_batch: The stage of training of each batch of this process.
         process: The number of this process, and how many there are.
         buffer_size: Rows among which the next one is drawn, in each worker process.
