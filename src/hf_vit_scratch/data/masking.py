@@ -88,6 +88,7 @@ def plot_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, pa
         model: A `ViTScratchForMaskedImageModeling`.
         dataset: Images of the size that the model takes.
         path: PNG file to write.
+        count: Number of images.
     """
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
