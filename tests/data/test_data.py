@@ -888,5 +888,5 @@ def test_nothing_left_to_train_on_is_refused(class_folders):
 
 
 def test_unknown_policy_for_corrupt_images_is_refused():
-    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip; got 'ignore'"):
+    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip, got 'ignore'"):
         load_splits("digits", corrupt_images="ignore")
