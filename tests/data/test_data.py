@@ -316,10 +316,10 @@ def test_missing_image_is_named(tmp_path, photographs, image_processor):
     [
         (
             {"label_column": "breed"},
-            r"there is no column 'breed', only \['image', 'label'\]\. Choose with --label_column",
+            r"there is no label column 'breed', only \['image', 'label'\]\. Choose with --label_column",
         ),
-        ({"image_column": "photo"}, r"there is no column 'photo', only .*Choose with --image_column"),
-        ({"image_column": "label"}, r"the column 'label' holds .*, not images"),
+        ({"image_column": "photo"}, r"there is no image column 'photo', only .*Choose with --image_column"),
+        ({"image_column": "label"}, r"there is no image column 'label', only \['image'\]"),
         ({"train_split": "training"}, r"there is no split 'training', only \['test', 'train'\]"),
         (
             {"validation_split": "dev"},
@@ -888,5 +888,5 @@ def test_nothing_left_to_train_on_is_refused(class_folders):
 
 
 def test_unknown_policy_for_corrupt_images_is_refused():
-    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip; got 'ignore'"):
+    with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip, got 'ignore'"):
         load_splits("digits", corrupt_images="ignore")

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -38,6 +39,7 @@ KEPT_FOR_CROPS = 1.5
 TRANSFORM_DEVICES = ("cpu", "cuda")
 
 
+@dataclass
 class BatchTransform:
     """Turn decoded images into the model's inputs: augment, mix, resize and normalise whole batches.
 
@@ -50,17 +52,10 @@ class BatchTransform:
         seed: Seed of augmentation and mixing.
     """
 
-    def __init__(
-        self,
-        image_processor: ViTImageProcessor,
-        stages: Sequence[Augmentation | None] = (),
-        mixing: Mixup | None = None,
-        seed: int = 0,
-    ):
-        self.image_processor = image_processor
-        self.stages = stages
-        self.mixing = mixing
-        self.seed = seed
+    image_processor: ViTImageProcessor
+    stages: Sequence[Augmentation | None] = ()
+    mixing: Mixup | None = None
+    seed: int = 0
 
     @property
     def is_random(self) -> bool:
@@ -128,25 +123,16 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     Args:
         rows: A split of `load_splits`.
-        image_processor: As in `BatchTransform`, like the following. It is saved with the model, so that a pipeline
-            sees what the model was evaluated on.
-        stages: The augmentation of each stage of training; for evaluation, nothing.
-        mixing: Makes the targets of training.
-        seed: Seed of augmentation and mixing.
+        image_processor: As in `BatchTransform`. It is saved with the model, so that a pipeline sees what the model was
+            evaluated on.
+        options: Other arguments of `BatchTransform`; for evaluation, none.
     """
 
-    def __init__(
-        self,
-        rows: Dataset,
-        image_processor: ViTImageProcessor,
-        stages: Sequence[Augmentation | None] = (),
-        mixing: Mixup | None = None,
-        seed: int = 0,
-    ):
+    def __init__(self, rows: Dataset, image_processor: ViTImageProcessor, *options: Any, **named_options: Any):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
+        self.batch_transform = BatchTransform(image_processor, *options, **named_options)
         self.image_processor = image_processor
-        self.stages = stages
-        self.batch_transform = BatchTransform(image_processor, stages, mixing, seed)
+        self.stages = self.batch_transform.stages
         self._is_kept: bool | None = None  # unknown yet
         self._images: Tensor | None = None  # all of them, if they are kept
         self._labels: Tensor | None = None
@@ -168,10 +154,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return own or (height, width)
 
     def cache_on_device(self, device: torch.device) -> bool:
-        """Decode all images once and keep them, if they take up at most `DECODED_BYTES_KEPT`.
+        """Decode all images once and keep them on a device, if they take up at most `DECODED_BYTES_KEPT`.
 
-        Args:
-            device: Where to keep them. They stay on the CPU if it has not enough memory for them.
+        They stay on the CPU if the device has not enough memory for them.
 
         Returns:
             Whether they are kept.
@@ -234,12 +219,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
-        """Return up to `size` random images as the model's inputs, by default without augmentation.
+        """Return up to `size` random images as the model's inputs.
 
-        Args:
-            size: Largest number of images.
-            seed: Chooses the images.
-            stage: Index into `stages`; the last one of `training_stages` has no augmentation.
+        By default they are not augmented: the last of the stages of `training_stages` has no augmentation.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
@@ -252,18 +234,14 @@ def collate(batch: Any) -> Any:
 
 @functools.cache  # once in each worker process
 def set_up_worker_process() -> None:
-    """Prepare a worker process of a data loader before its first batch."""
-    keep_freed_memory()  # a batch takes what the one before has freed: 0.88 to 0.92 of the time, for photographs
-    _ignore_sigterm_except_from_parent()
+    """Prepare a worker process of a data loader before its first batch.
 
-
-def _ignore_sigterm_except_from_parent() -> None:
-    """Let a worker process exit on SIGTERM only if its main process sent it.
-
-    Schedulers send SIGTERM to the whole job, but the main process still needs batches to finish its step. The main
-    process's own SIGTERM must work: after an exception, multiprocessing ends leftover workers by it. This covers
-    workers that are forked. A spawned one may have started threads that do not block the signal.
+    It exits on SIGTERM only if its main process sent it. Schedulers send SIGTERM to the whole job, but the main
+    process still needs batches to finish its step. Its own SIGTERM must work: after an exception, multiprocessing
+    ends leftover workers by it. This covers workers that are forked. A spawned one may have started threads that do
+    not block the signal.
     """
+    keep_freed_memory()  # a batch takes what the one before has freed
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
         return

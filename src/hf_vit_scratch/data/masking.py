@@ -23,11 +23,10 @@ class MaskedImageDataset(ImageClassificationDataset):
     https://arxiv.org/abs/2111.09886, section 3.2). The mask depends on (seed, epoch, row) only, like the augmentation.
 
     Args:
-        arguments: Arguments of `ImageClassificationDataset`.
         patch_size: Height and width of a patch in pixels.
         mask_ratio: Share of the units that are masked.
         mask_patch_size: Side of a square unit in pixels; `None` for units of one patch.
-        options: Options of `ImageClassificationDataset`.
+        options: Arguments of `ImageClassificationDataset`, like the positional ones.
 
     Raises:
         UserError: The ratio or the size of a unit is impossible.

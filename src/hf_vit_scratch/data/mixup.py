@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,48 +11,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UserError
+from .options import MixingArguments
 from .transforms import SampleRNG, rectangle_mask
 
 
-class Mixup:
+@dataclass
+class Mixup(MixingArguments):
     """The targets of training: class probabilities, smoothed, and mixed together with the images.
 
-    MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1), CutMix (Yun et al. 2019,
-    https://arxiv.org/abs/1905.04899, equation 1), one of the two by chance if both are chosen, and label smoothing
-    (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7).
+    MixUp, CutMix, one of the two by chance if both are chosen, and label smoothing (Szegedy et al. 2015,
+    https://arxiv.org/abs/1512.00567, section 7).
 
     Args:
         num_classes: Number of classes, L.
-        mixup_alpha: The share of an image is drawn from Beta(alpha, alpha); 0 for no MixUp.
-        cutmix_alpha: The same for the area in CutMix.
-        mixup_prob: Probability that an image is mixed at all.
         label_smoothing: Probability mass that is spread evenly over all classes.
 
     Raises:
         UserError: A value is out of its range.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        mixup_alpha: float = 0.0,
-        cutmix_alpha: float = 0.0,
-        mixup_prob: float = 1.0,
-        label_smoothing: float = 0.0,
-    ):
-        for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
-            if not 0 <= alpha < float("inf"):
-                raise UserError(f"{name} must be 0 or more, got {alpha}.")
-        if not 0 <= mixup_prob <= 1:
-            raise UserError(f"mixup_prob must lie in [0, 1], got {mixup_prob}.")
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"label_smoothing_factor must lie in [0, 1), got {label_smoothing}.")
-        self.num_classes = num_classes
-        self.label_smoothing = label_smoothing
-        self.mixup_alpha = mixup_alpha
-        self.cutmix_alpha = cutmix_alpha
-        self.mixup_prob = mixup_prob if mixup_alpha or cutmix_alpha else 0.0
+    num_classes: int
+    label_smoothing: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing_factor must lie in [0, 1), got {self.label_smoothing}.")
+        if not (self.mixup_alpha or self.cutmix_alpha):
+            self.mixup_prob = 0.0
 
     def __call__(self, images: Tensor, labels: Tensor, rng: SampleRNG | None) -> tuple[Tensor, Tensor]:
         """Mix each image with its neighbor in the batch: the first with the second, the third with the fourth.
@@ -103,4 +90,4 @@ class Mixup:
         Shapes: (B, C, height, width) twice, (B, 5) -> float of the first.
         """
         own = mixture[:, 0, None, None, None] * ~rectangle_mask(images, mixture[:, 1:])
-        return torch.lerp(others.float(), images.float(), own)  # half of the time of the sum of two products
+        return torch.lerp(others.float(), images.float(), own)

@@ -24,10 +24,10 @@ from pyarrow import compute, types
 
 from ..errors import UserError
 from .images import check_header, decode_image, find_image_files, warn_of_others
+from .options import DataArguments
 
 logger = logging.getLogger(__name__)
 
-CORRUPT_POLICIES = ("raise", "skip")
 # Names by which image collections mark their splits.
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -38,83 +38,44 @@ SPLIT_NAMES = {
 NOT_IN_ROWS = "to stream, the images must be in the rows themselves, as usual in parquet files."
 
 
-def load_splits(
-    data: str,
-    *,
-    data_config: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    train_split: str = "train",
-    validation_split: str | None = None,
-    test_split: str | None = None,
-    validation_fraction: float = 0.1,
-    test_fraction: float = 0.1,
-    corrupt_images: str = "raise",
-    follow_links: bool = False,
-    seed: int = 0,
-    labelled: bool = True,
-    streaming: bool = False,
-) -> DatasetDict:
+def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: Any) -> DatasetDict:
     """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
 
     A split that the source does not have is cut from train, with the same share of every class and always the same
     rows for one seed. From a stream nothing can be cut: a half of validation serves as test, or the other way round.
+    Of a stream, `train` is an `IterableDataset` that is read while training, and the other splits are downloaded.
 
     Args:
-        data: `"digits"`, a folder, a parquet file, or the name of a dataset on the Hub, in this order of trying.
-        data_config: Configuration of a dataset on the Hub that has several.
-        image_column: Column of the images; `None` finds it by its type.
-        label_column: Column of the labels; `None` finds it by its type, or by the name `label` or `labels`.
-        train_split: The source's split to train on.
-        validation_split: The source's split to choose by; `None` for the one of that name, if there is one.
-        test_split: The source's split to report on; `None` for the one of that name, if there is one.
-        validation_fraction: Share of train to cut for validation.
-        test_fraction: Share of train to cut for testing.
-        corrupt_images: Policy for images that cannot be decoded: `"raise"` names the first one when it is met;
-            `"skip"` decodes every image once at the start, leaves those out, and names them all.
-        follow_links: Whether links in a folder, or paths in parquet files, may lead out of it; those of a stranger
-            could take in your own images.
+        data: Source, as in `DataArguments`.
         seed: Chooses the rows that are cut.
         labelled: If false, labels are not read, a folder may hold images anywhere, and all have the label 0.
-        streaming: Whether `train` is an `IterableDataset` that is read while training. Only the other splits are
-            downloaded then.
+        choices: Other fields of `DataArguments`.
 
     Raises:
         UserError: The data cannot be used; the message says why and what to do.
     """
-    fractions = {"validation": validation_fraction, "test": test_fraction}
-    for name, fraction in fractions.items():
-        if not 0 < fraction < 1:
-            raise UserError(f"{name}_fraction must lie between 0 and 1, got {fraction}.")
-    if corrupt_images not in CORRUPT_POLICIES:
-        raise UserError(f"corrupt_images must be one of {', '.join(CORRUPT_POLICIES)}; got {corrupt_images!r}.")
-    source = _load_source(data, data_config, corrupt_images == "raise", labelled, streaming, follow_links)
-    chosen = _choose_splits(data, source, train=train_split, validation=validation_split, test=test_split)
-    if labelled:
-        source = _name_columns(data, source, image_column, label_column, train_split, streaming)
-    else:
-        source = _without_labels(data, source, image_column, train_split)
+    args = DataArguments(data=data, **choices)
+    source = _load_source(args, labelled)
+    chosen = _choose_splits(args, source)
+    source = _name_columns(args, source, labelled)
 
     splits = {}
     for name, split in chosen.items():
         rows = source[split]
-        if has_unlabelled(rows):
+        if _has_unlabelled(rows):
             if name == "train":
                 raise UserError(
                     f"{data}: the split {split!r} has rows without a label. Choose another with --train_split."
                 )
             logger.warning("%s: the split %r has rows without a label and is not used.", data, split)
             continue
-        if streaming and name != "train":
-            rows = _download(data, split, rows, (data_config, image_column, label_column))
+        if args.streaming and name != "train":
+            rows = _download(args, split, rows)
         if isinstance(rows, Dataset):
             refuse_unknown_labels(data, split, rows)
-            rows = without_corrupt(data, split, rows) if corrupt_images == "skip" else rows
+            rows = without_corrupt(data, split, rows) if args.corrupt_images == "skip" else rows
         splits[name] = rows
-    if streaming:
-        _halve_for_the_missing(data, splits, seed)
-    else:
-        _cut_the_missing(data, splits, fractions, seed)
+    _cut_the_missing(args, splits, seed)
     return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
 
 
@@ -150,11 +111,7 @@ def load_digits() -> DatasetDict:
 
 
 def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
-    """Refuse class ids out of range, which would end in a nameless fault on the device, much later.
-
-    Raises:
-        UserError: Names the first.
-    """
+    """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
     names = rows.features["label"].names
     labels = np.asarray([-1 if label is None else label for label in rows["label"][:]])
     unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
@@ -184,10 +141,9 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     return rows.select(good)
 
 
-def _load_source(
-    data: str, data_config: str | None, check_files: bool, labelled: bool, streaming: bool, follow_links: bool
-) -> Any:
+def _load_source(args: DataArguments, labelled: bool) -> Any:
     """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
+    data, streaming = args.data, args.streaming
     path = Path(data).expanduser()
     if data == "digits" or (path.is_dir() and not any(path.rglob("*.parquet"))):
         if streaming:
@@ -196,8 +152,8 @@ def _load_source(
             )
         if data == "digits":
             return load_digits()
-        source = _load_folder(path, labelled, check_files, "follow" if follow_links else "refuse")
-        if not follow_links:
+        source = _load_folder(path, labelled, args)
+        if not args.follow_links:
             _refuse_files_outside(path, source)
         return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
@@ -208,7 +164,7 @@ def _load_source(
         if path.is_file():
             source = load_dataset("parquet", data_files=str(path), streaming=streaming)
         else:
-            source = load_dataset(str(path) if path.is_dir() else data, data_config, streaming=streaming)
+            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
@@ -218,26 +174,27 @@ def _load_source(
         raise UserError(f"{data}: the data cannot be loaded ({type(error).__name__}: {reason}). {hint}") from error
     if not streaming and not path.exists():
         _refuse_own_files(data, source)
-    elif not streaming and not follow_links:
+    elif not streaming and not args.follow_links:
         _refuse_files_outside(path if path.is_dir() else path.parent, source)
     return source
 
 
-def _load_folder(root: Path, labelled: bool, check_files: bool, folder_links: str) -> DatasetDict:
+def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:
     """Load a folder with a folder of images per class, or without labels with images anywhere, or splits of such."""
     splits = _split_folders(root, labelled)
     names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
     source = {}
     for split, folder in splits.items():
-        found = {name: find_image_files(folder / name, folder_links) for name in names}
+        found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
         files = [(file, name) for name, (images, _) in found.items() for file in images]
         warn_of_others(folder, sum((others for _, others in found.values()), Counter()))
         if labelled:
             _check_class_folders(folder, files, names, splits["train"])
         elif not files:
             raise UserError(f"{folder}: there are no images.")
-        for file, _ in files if check_files else ():  # the headers only, to find what is no image before training
-            check_header(file)
+        if args.corrupt_images == "raise":  # the headers only, to find what is no image before training
+            for file, _ in files:
+                check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
             features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
@@ -321,8 +278,10 @@ def image_paths(rows: Dataset) -> Iterator[str]:
             yield from chunk.field("path").filter(chunk.field("bytes").is_null()).drop_null().to_pylist()
 
 
-def _choose_splits(data: str, source: Any, **wanted: str | None) -> dict[str, str]:
+def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
     """Return which split of a source serves as train, validation and test, as far as it has them."""
+    data = args.data
+    wanted = {name: getattr(args, f"{name}_split") for name in SPLIT_NAMES}
     chosen = {name: split for name, split in wanted.items() if split is not None}
     for name, split in chosen.items():
         if split not in source:
@@ -336,67 +295,57 @@ def _choose_splits(data: str, source: Any, **wanted: str | None) -> dict[str, st
     return chosen
 
 
-def _find_column(data: str, features: Features, what: str, chosen: str | None, found: list[str]) -> str:
+def _find_column(args: DataArguments, features: Features, what: str, found: list[str]) -> str:
     """Return the chosen column, or the only one that was found."""
+    chosen = getattr(args, f"{what}_column")
+    possible = found if what == "image" else features  # a label may be of several types
     if chosen is None and len(found) != 1:
         raise UserError(
-            f"{data}: there must be one column of {what}s, found {found} among {sorted(features)}. Name it with "
+            f"{args.data}: there must be one column of {what}s, found {found} among {sorted(features)}. Name it with "
             f"--{what}_column."
         )
-    column = found[0] if chosen is None else chosen
-    if column not in features:
+    if chosen is not None and chosen not in possible:
         raise UserError(
-            f"{data}: there is no column {column!r}, only {sorted(features)}. Choose with --{what}_column."
+            f"{args.data}: there is no {what} column {chosen!r}, only {sorted(possible)}. Choose with --{what}_column."
         )
-    return column
-
-
-def _find_image_column(data: str, features: Features, chosen: str | None) -> str:
-    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    column = _find_column(data, features, "image", chosen, images)
-    if column not in images:
-        raise UserError(f"{data}: the column {column!r} holds {features[column]}, not images.")
-    return column
-
-
-def _without_labels(data: str, source: DatasetDict, image_column: str | None, train_split: str) -> DatasetDict:
-    """Reduce a source to the column `image`, and give all images the label 0."""
-    image = _find_image_column(data, source[train_split].features, image_column)
-    source = source.select_columns([image]).rename_columns({image: "image"} if image != "image" else {})
-    return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
+    return chosen or found[0]
 
 
 def _with_labels(rows: Dataset, labels: list[int], names: list[str]) -> Dataset:
     return rows.add_column("label", labels, feature=ClassLabel(names=names))
 
 
-def _name_columns(
-    data: str, source: Any, image_column: str | None, label_column: str | None, train_split: str, streaming: bool
-) -> Any:
-    """Find the columns of the images and labels, and reduce a source to these two, named `image` and `label`."""
-    features = source[train_split].features
+def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
+    """Reduce a source to the columns `image` and `label`. Without labels, all images have the label 0."""
+    data, features = args.data, source[args.train_split].features
     if features is None:
         raise UserError(
             f"{data}: the columns of this kind of data are not known before it is read. Use parquet files."
         )
-    image = _find_image_column(data, features, image_column)
-    labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    labels = labels or [name for name in ("label", "labels") if name in features]
-    label = _find_column(data, features, "label", label_column, labels)
-    if streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
+    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    image = _find_column(args, features, "image", images)
+    new_names = {image: "image"}
+    if labelled:
+        labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+        labels = labels or [name for name in ("label", "labels") if name in features]
+        label = _find_column(args, features, "label", labels)
+        new_names[label] = "label"
+    if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
+    source = source.select_columns(list(new_names))
     # A name that stays would be refused.
-    names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
-    source = source.select_columns([image, label]).rename_columns(names)
+    source = source.rename_columns({old: new for old, new in new_names.items() if old != new})
+    if not labelled:
+        return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
     feature = features[label]
     if not isinstance(feature, ClassLabel):
-        if streaming:
+        if args.streaming:
             raise UserError(
                 f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names the classes; it "
                 f"is {feature}. Leave --streaming out."
             )
         source = _number_classes(data, source, label, feature)
-        feature = source[train_split].features["label"]
+        feature = source[args.train_split].features["label"]
     if feature.num_classes < 2:
         raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
     return source
@@ -410,25 +359,23 @@ def _number_classes(data: str, source: DatasetDict, column: str, feature: Any) -
     values = {split: rows["label"][:] for split, rows in source.items()}
     names = sorted({value for column in values.values() for value in column if value is not None})
     ids = {name: number for number, name in enumerate(names)}
-    return DatasetDict(
-        {
-            split: _with_labels(
-                rows.remove_columns("label"), [ids.get(value, -1) for value in values[split]], list(map(str, names))
-            )
-            for split, rows in source.items()
-        }
-    )
+    numbered = {}
+    for split, rows in source.items():
+        labels = [ids.get(value, -1) for value in values[split]]
+        numbered[split] = _with_labels(rows.remove_columns("label"), labels, list(map(str, names)))
+    return DatasetDict(numbered)
 
 
-def has_unlabelled(rows: Dataset | IterableDataset) -> bool:
+def _has_unlabelled(rows: Dataset | IterableDataset) -> bool:
     """Return whether a label is missing; in a stream, the first one stands for all."""
     labels = rows["label"][:] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
     return any(label is None or label < 0 for label in labels)
 
 
-def _download(data: str, split: str, stream: IterableDataset, choices: tuple[str | None, ...]) -> Dataset:
+def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:
     """Read a whole split of a stream, or find the copy of it that was made before with the same choices."""
     # A stream has no name of its own by which a copy of it could be found again.
+    data, choices = args.data, (args.data_config, args.image_column, args.label_column)
     version = Hasher.hash([data, split, choices, _version(data)])
     rows = Dataset.from_generator(_rows, features=stream.features, gen_kwargs={"stream": stream}, fingerprint=version)
     if any(image_paths(rows)):
@@ -449,48 +396,43 @@ def _version(data: str) -> Any:
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _halve_for_the_missing(data: str, splits: dict[str, Any], seed: int) -> None:
-    """Cut the only one of validation and test into both, with the same share of every class."""
-    found = [name for name in ("validation", "test") if name in splits]
-    if not found:
-        raise UserError(
-            f"{data}: a stream cannot be cut, so it needs a validation split. Choose one with --validation_split."
-        )
-    if len(found) == 1:
-        rows = splits[found[0]]
-        logger.info("%s: there is only one of validation and test, %s; a half of it serves as the other", data, *found)
-        counts = np.bincount(rows["label"][:], minlength=rows.features["label"].num_classes)
-        splits["validation"], splits["test"] = _cut(data, rows, np.rint(counts / 2).astype(int), seed)
-
-
-def _cut_the_missing(data: str, splits: dict[str, Any], fractions: dict[str, float], seed: int) -> None:
+def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> None:
     """Cut validation and test from train if there are none, with the same share of every class."""
-    train = splits["train"]
-    counts = np.bincount(train["label"][:], minlength=train.features["label"].num_classes)
+    source, fractions = "train", {"validation": args.validation_fraction, "test": args.test_fraction}
+    if args.streaming:  # it cannot be cut: a half of validation serves as test, or the other way round
+        source, fractions = "validation", {"test": 0.5}
+        if source not in splits and "test" in splits:
+            splits[source] = splits.pop("test")
+        if source not in splits:
+            raise UserError(
+                f"{args.data}: a stream cannot be cut, so it needs a validation split. Choose one with "
+                "--validation_split."
+            )
+    rows = splits[source]
+    counts = np.bincount(rows["label"][:], minlength=rows.features["label"].num_classes)
     for name, fraction in fractions.items():
         if name not in splits:
             number = np.maximum(1, np.rint(fraction * counts).astype(int))
-            splits["train"], splits[name] = _cut(data, splits["train"], number, seed)
-            logger.info(
-                "%s: %d of the training images (%g%%) cut for %s", data, len(splits[name]), 100 * fraction, name
-            )
+            splits[source], splits[name] = _cut(args.data, splits[source], number, seed)
+            share = f"{len(splits[name])} of the {len(rows)} images of {source} ({100 * fraction:g}%)"
+            logger.info("%s: %s cut for %s", args.data, share, name)
 
 
-def _cut(data: str, train: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
-    """Cut `counts[c]` images of each class c from train, but leave one.
+def _cut(data: str, rows: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
+    """Cut `counts[c]` images of each class c from the rows, but leave one.
 
     `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
     """
     generator = np.random.default_rng(seed)
-    labels = np.asarray(train["label"][:])
+    labels = np.asarray(rows["label"][:])
     cut = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
-        rows = generator.permutation(np.flatnonzero(labels == label))
-        if len(rows) == 1:
+        places = generator.permutation(np.flatnonzero(labels == label))
+        if len(places) == 1:
             raise UserError(
-                f"{data}: the class {train.features['label'].names[label]!r} has too few images to cut a validation "
+                f"{data}: the class {rows.features['label'].names[label]!r} has too few images to cut a validation "
                 "and a test split from the training images: one is left. Add images, or give splits of your own "
                 "(folders train, val and test)."
             )
-        cut[rows[: min(counts[label], len(rows) - 1)]] = True
-    return train.select(np.flatnonzero(~cut)), train.select(np.flatnonzero(cut))
+        cut[places[: min(counts[label], len(places) - 1)]] = True
+    return rows.select(np.flatnonzero(~cut)), rows.select(np.flatnonzero(cut))

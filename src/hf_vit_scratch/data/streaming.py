@@ -12,12 +12,9 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from transformers import ViTImageProcessor
 
 from ..errors import UserError
-from .augmentation import Augmentation
 from .dataset import BatchTransform, set_up_worker_process
-from .mixup import Mixup
 from .splits import NOT_IN_ROWS
 
 logger = logging.getLogger(__name__)
@@ -34,11 +31,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
 
     Args:
         rows: The training split of `load_splits` with `streaming`.
-        image_processor: As in `BatchTransform`, like stages, mixing and seed.
-        stages: The augmentation of each stage of training.
-        mixing: Makes the targets of training.
-        seed: Seed of the order, augmentation and mixing.
-        batch_size: Rows per batch, B. With `skip_corrupt`, a batch may hold fewer images.
+        options: Arguments of `BatchTransform`. Its seed is that of the order too.
+        batch_size: Rows per batch. With `skip_corrupt`, a batch may hold fewer images.
         stage_of_batch: The stage of training of each batch of this process.
         process: The number of this process, and how many there are.
         buffer_size: Rows among which the next one is drawn, in each worker process.
@@ -51,16 +45,13 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
     def __init__(
         self,
         rows: IterableDataset,
-        image_processor: ViTImageProcessor,
-        stages: Sequence[Augmentation | None],
-        mixing: Mixup | None = None,
-        seed: int = 0,
-        *,
+        *options: Any,
         batch_size: int,
         stage_of_batch: Sequence[int],
         process: tuple[int, int] = (0, 1),
         buffer_size: int = 2000,
         skip_corrupt: bool = False,
+        **named_options: Any,
     ):
         if process[0] == 0 and rows.num_shards % process[1]:
             logger.warning(
@@ -68,14 +59,13 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                 "that divides the number of files is faster.", process[1], rows.num_shards,
             )  # fmt: skip
         self.rows = rows
-        self.seed = seed
         self.process = process
         self.buffer_size = buffer_size
         self.skip_corrupt = skip_corrupt
         self.batch_size = batch_size
         self.stage_of_batch = stage_of_batch
         self.first_batch = 0  # of a run that is resumed; those before are read, but not prepared
-        self.batch_transform = BatchTransform(image_processor, stages, mixing, seed)
+        self.batch_transform = BatchTransform(*options, **named_options)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
@@ -121,13 +111,15 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                     raise
                 logger.warning("Left out: %s", error)
                 continue
-            yield pixels, row["label"], (epoch, _digest(row["image"]))
+            # 64 bits tell an image from others, wherever in the stream it comes.
+            digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
+            yield pixels, row["label"], (epoch, int.from_bytes(digest))
 
     def _endless_rows(self) -> Iterator[_Row]:
         classes = self.rows.features["label"].num_classes
         for epoch in itertools.count():
             # Not `set_epoch`, whose number all worker processes share: they do not end a pass at the same time.
-            seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([self.batch_transform.seed, epoch]).generate_state(1)[0])
             shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size)
             count = 0
             for row in split_dataset_by_node(shuffled, *self.process):
@@ -145,11 +137,5 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
 
 
 def _name(row: dict[str, Any]) -> str:
-    """Return a name for an image whose number nobody knows."""
     path = (row["image"] or {}).get("path")
     return f"The training image {path}" if path else f"A training image with the label {row['label']}"
-
-
-def _digest(image: dict[str, Any]) -> int:
-    """Return 64 bits that tell an image from others, wherever in the stream it comes."""
-    return int.from_bytes(hashlib.blake2b(image["bytes"], digest_size=8).digest())

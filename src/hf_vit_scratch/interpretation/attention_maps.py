@@ -185,12 +185,7 @@ class ImageAttention:
 
 
 def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, num_classes: int = 1) -> ImageAttention:
-    """Compute what a model attends to in an image.
-
-    Args:
-        classifier: Pipeline of a ViTScratch model.
-        image: RGB image.
-        num_classes: Number of best classes whose class attention is computed.
+    """Compute what a model attends to in an RGB image, with the class attention of the best `num_classes` classes.
 
     Raises:
         UserError: The model is of another class.

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from ..data.options import AugmentationArguments, DataArguments, MixingArguments, flag
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES
 
@@ -16,168 +17,85 @@ MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")
 
 
-def _flag(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class ModelArguments:
     """Fields of `ViTScratchConfig`, and where to start. What is not given keeps the configuration's default."""
 
-    model: str | None = _flag(
+    model: str | None = flag(
         None,
         "A size and a patch size to start afresh, such as S/16 (sizes Ti, S, B, L, H), or a saved model to start "
         "from, a folder or a name on the Hub. The flags below change single fields.",
     )
-    image_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
-    patch_size: list[int] | None = _flag(None, "Pixels: one number, or height and width.")
-    hidden_size: int | None = _flag(None, "Width of a token.")
-    num_hidden_layers: int | None = _flag(None, "Number of encoder layers.")
-    num_attention_heads: int | None = _flag(None, "Number of attention heads.")
-    intermediate_size: int | None = _flag(None, "Width of the MLP's hidden layer.")
-    hidden_act: str | None = _flag(None, "Activation of the MLP.")
-    qkv_bias: bool | None = _flag(None, "Biases in the query, key and value projections.")
-    layer_norm_eps: float | None = _flag(None, "Added to the variance by every norm.")
-    initializer_range: float | None = _flag(None, "Standard deviation of the initial weights.")
-    patch_initializer_range: float | None = _flag(None, "The same for the patch embedding alone.")
-    norm_first: bool | None = _flag(None, "True: ViT style, pre-LN. False: BERT style, post-LN.")
-    hidden_dropout_prob: float | None = _flag(None, "Dropout of embeddings and residual branches.")
-    attention_probs_dropout_prob: float | None = _flag(None, "Dropout of attention probabilities.")
-    drop_path_rate: float | None = _flag(None, "Stochastic depth of the last layer.")
-    position_embedding_type: str | None = _flag(None, f"One of {', '.join(POSITION_EMBEDDING_TYPES)}.")
-    qk_norm: bool | None = _flag(None, "RMS-normalise queries and keys.")
-    pooling: str | None = _flag(None, f"One of {', '.join(POOLINGS)}.")
-    use_cls_token: bool | None = _flag(None, "A class token, also where mean pooling does not read it.")
-    fc_norm: bool | None = _flag(None, "The final LayerNorm after the pooling instead of before it.")
-    classifier_hidden_size: int | None = _flag(None, "Hidden layer before the classifier.")
-    classifier_act: str | None = _flag(None, "Activation of that hidden layer.")
-    attn_implementation: str | None = _flag(
+    image_size: list[int] | None = flag(None, "Pixels: one number, or height and width.")
+    patch_size: list[int] | None = flag(None, "Pixels: one number, or height and width.")
+    hidden_size: int | None = flag(None, "Width of a token.")
+    num_hidden_layers: int | None = flag(None, "Number of encoder layers.")
+    num_attention_heads: int | None = flag(None, "Number of attention heads.")
+    intermediate_size: int | None = flag(None, "Width of the MLP's hidden layer.")
+    hidden_act: str | None = flag(None, "Activation of the MLP.")
+    qkv_bias: bool | None = flag(None, "Biases in the query, key and value projections.")
+    layer_norm_eps: float | None = flag(None, "Added to the variance by every norm.")
+    initializer_range: float | None = flag(None, "Standard deviation of the initial weights.")
+    patch_initializer_range: float | None = flag(None, "The same for the patch embedding alone.")
+    norm_first: bool | None = flag(None, "True: ViT style, pre-LN. False: BERT style, post-LN.")
+    hidden_dropout_prob: float | None = flag(None, "Dropout of embeddings and residual branches.")
+    attention_probs_dropout_prob: float | None = flag(None, "Dropout of attention probabilities.")
+    drop_path_rate: float | None = flag(None, "Stochastic depth of the last layer.")
+    position_embedding_type: str | None = flag(None, f"One of {', '.join(POSITION_EMBEDDING_TYPES)}.")
+    qk_norm: bool | None = flag(None, "RMS-normalise queries and keys.")
+    pooling: str | None = flag(None, f"One of {', '.join(POOLINGS)}.")
+    use_cls_token: bool | None = flag(None, "A class token, also where mean pooling does not read it.")
+    fc_norm: bool | None = flag(None, "The final LayerNorm after the pooling instead of before it.")
+    classifier_hidden_size: int | None = flag(None, "Hidden layer before the classifier.")
+    classifier_act: str | None = flag(None, "Activation of that hidden layer.")
+    attn_implementation: str | None = flag(
         None, "eager, sdpa, flex_attention or flash_attention_2; transformers chooses by default."
     )
-
-
-@dataclass
-class DataArguments:
-    """Where the images come from."""
-
-    data: str = _flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
-    streaming: bool = _flag(False, "Read training images while training; for data too large to download.")
-    data_config: str | None = _flag(None, "Configuration of a dataset on the Hub that has several.")
-    image_column: str | None = _flag(None, "Column of the images; found by its type.")
-    label_column: str | None = _flag(None, "Column of the labels; found by its type or name.")
-    train_split: str = _flag("train", "Split to train on.")
-    validation_split: str | None = _flag(None, "Split to choose by; 'validation', or cut from train.")
-    test_split: str | None = _flag(None, "Split to report on, once; 'test', or cut from train.")
-    validation_fraction: float = _flag(0.1, "Share of train that is cut for validation.")
-    test_fraction: float = _flag(0.1, "Share of train that is cut for testing.")
-    corrupt_images: str = _flag(
-        "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
-    )
-    follow_links: bool = _flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
-
-    def for_streaming(self, training_args: "ViTTrainingArguments") -> dict[str, Any]:
-        """Return the arguments of `hf_vit_scratch.data.splits.load_splits` for a stream.
-
-        Raises:
-            UserError: Something that was asked for needs all of the data.
-        """
-        for asked, flag in (
-            (training_args.check, "--check"),
-            (training_args.fit_to_images, "--fit_to_images"),
-            (training_args.max_train_minutes is not None, "--max_train_minutes"),
-            (self.validation_fraction != DataArguments.validation_fraction, "--validation_fraction"),
-            (self.test_fraction != DataArguments.test_fraction, "--test_fraction"),
-        ):
-            if asked:
-                raise UserError(f"{flag} does not go together with --streaming. Leave one of them out.")
-        if training_args.max_steps <= 0:
-            raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
-        for name in ("eval", "save"):
-            if getattr(training_args, f"{name}_strategy") == "epoch":
-                raise UserError(
-                    f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
-                )
-        cutting = ("streaming", "validation_fraction", "test_fraction", "follow_links")
-        return {name: value for name, value in vars(self).items() if name not in cutting}
-
-    def for_loading(self) -> dict[str, Any]:
-        """Return the arguments of `hf_vit_scratch.data.splits.load_splits`."""
-        return {name: value for name, value in vars(self).items() if name != "streaming"}
-
-
-@dataclass
-class AugmentationArguments:
-    """The arguments of `hf_vit_scratch.data.augmentation.training_stages`."""
-
-    initial_image_size: list[int] | None = _flag(None, "Pixels in the first part of training: one number or two.")
-    initial_image_size_fraction: float = _flag(0.0, "Share of training that the first part lasts.")
-    augmentation_off_fraction: float = _flag(0.0, "Share of training, at its end, without augmentation and mixing.")
-    random_resized_crop_scale: float | None = _flag(None, "Least share of the area that a random resized crop keeps.")
-    crop_padding: int = _flag(0, "Padding in pixels before a random crop.")
-    horizontal_flip_prob: float = _flag(0.0, "Probability of a mirror image.")
-    rotation_degrees: float = _flag(0.0, "Largest rotation to either side.")
-    translate: float = _flag(0.0, "Largest shift, as a share of height and width.")
-    scale: float = _flag(0.0, "Largest relative change of size.")
-    auto_augment: str | None = _flag(None, "A policy: randaugment or trivialaugment.")
-    randaugment_num_ops: int = _flag(2, "Operations that RandAugment draws per image.")
-    randaugment_magnitude: int = _flag(9, "Strength of RandAugment, 0 to 30.")
-    random_erasing_prob: float = _flag(0.0, "Probability that a random rectangle turns grey.")
-
-
-@dataclass
-class MixingArguments:
-    """The arguments of `hf_vit_scratch.data.mixup.Mixup`."""
-
-    mixup_alpha: float = _flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
-    cutmix_alpha: float = _flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
-    mixup_prob: float = _flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
 
 
 @dataclass
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
-    output_dir: str = _flag(
+    output_dir: str = flag(
         "runs/train", "Where the run is written; train.py never overwrites a folder that holds one."
     )
     # The stock default drops the column of images before they are read.
-    remove_unused_columns: bool = _flag(False, "Remove columns that the model does not take.")
+    remove_unused_columns: bool = flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
-    logging_nan_inf_filter: bool = _flag(False, "Hide losses that are not finite from the log.")
+    logging_nan_inf_filter: bool = flag(False, "Hide losses that are not finite from the log.")
     # The stock default searches the whole graph at every step, for parameters that our models do not have.
-    ddp_find_unused_parameters: bool | None = _flag(False, "Let DDP look for parameters without a gradient.")
-    eval_strategy: str = _flag("epoch", "When to evaluate: no, steps, epoch.")
-    save_strategy: str = _flag("epoch", "When to save a checkpoint: no, steps, epoch, best.")
-    save_total_limit: int | None = _flag(2, "Number of checkpoints to keep; the best one always is.")
-    load_best_model_at_end: bool = _flag(True, "Report and save the best model rather than the last.")
-    metric_for_best_model: str | None = _flag("accuracy", "Validation metric that says which model is best.")
-    optim: str = _flag("adamw_torch_fused", "Optimizer.")
-    lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.")
+    ddp_find_unused_parameters: bool | None = flag(False, "Let DDP look for parameters without a gradient.")
+    eval_strategy: str = flag("epoch", "When to evaluate: no, steps, epoch.")
+    save_strategy: str = flag("epoch", "When to save a checkpoint: no, steps, epoch, best.")
+    save_total_limit: int | None = flag(2, "Number of checkpoints to keep; the best one always is.")
+    load_best_model_at_end: bool = flag(True, "Report and save the best model rather than the last.")
+    metric_for_best_model: str | None = flag("accuracy", "Validation metric that says which model is best.")
+    optim: str = flag("adamw_torch_fused", "Optimizer.")
+    lr_scheduler_type: str = flag("cosine", "Learning rate schedule.")
     # Ours.
-    task: str = _flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
-    mask_ratio: float = _flag(0.6, "Masked image modelling: share of an image that is masked.")
-    mask_patch_size: int | None = _flag(None, "Masked image modelling: side of a masked square, pixels; a patch's.")
-    check: bool = _flag(False, "Look at the data and try the model for a minute instead of training.")
-    data_report: bool = _flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
-    fit_to_images: bool = _flag(
+    task: str = flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
+    mask_ratio: float = flag(0.6, "Masked image modelling: share of an image that is masked.")
+    mask_patch_size: int | None = flag(None, "Masked image modelling: side of a masked square, pixels; a patch's.")
+    check: bool = flag(False, "Look at the data and try the model for a minute instead of training.")
+    data_report: bool = flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
+    fit_to_images: bool = flag(
         False, "Choose by the images what is not set: sizes, batch, epochs, augmentation. The log says what and why."
     )
-    whiten_patches: bool = _flag(
+    whiten_patches: bool = flag(
         False, "Start the patch embedding with random filters of whitened patches of the training images."
     )
-    muon: bool = _flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
-    muon_learning_rate: float | None = _flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
-    muon_dtype: str | None = _flag(
+    muon: bool = flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
+    muon_learning_rate: float | None = flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
+    muon_dtype: str | None = flag(
         None, f"Precision of Muon's products, {' or '.join(MUON_DTYPES)}; what is faster on the machine."
     )
-    layer_decay: float = _flag(1.0, "Learning rate of each layer as a share of the next layer's.")
-    ema_decay: float | None = _flag(
-        None, "Decay per step of a moving average of the weights, which is then the model."
-    )
-    max_train_minutes: float | None = _flag(
+    layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's.")
+    ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
+    max_train_minutes: float | None = flag(
         None, "Minutes to train, if the epochs do not end before; the schedule follows."
     )
-    license: str | None = _flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
+    license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
         if self.remove_unused_columns:
@@ -229,3 +147,28 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
     """Set fields of the arguments by name, whichever dataclass they belong to."""
     for name, value in values.items():
         setattr(next(part for part in args if hasattr(part, name)), name, value)
+
+
+def refuse_whole_data(args: Arguments) -> None:
+    """Refuse what needs all of the data where they are a stream.
+
+    Raises:
+        UserError: Names it.
+    """
+    data, training = args.data, args.training
+    for asked, name in (
+        (training.check, "--check"),
+        (training.fit_to_images, "--fit_to_images"),
+        (training.max_train_minutes is not None, "--max_train_minutes"),
+        (data.validation_fraction != DataArguments.validation_fraction, "--validation_fraction"),
+        (data.test_fraction != DataArguments.test_fraction, "--test_fraction"),
+    ):
+        if asked:
+            raise UserError(f"{name} does not go together with --streaming. Leave one of them out.")
+    if training.max_steps <= 0:
+        raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
+    for name in ("eval", "save"):
+        if getattr(training, f"{name}_strategy") == "epoch":
+            raise UserError(
+                f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
+            )

@@ -33,7 +33,7 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from ..speed.linear import onednn_is_faster
 from . import auto_config
-from .arguments import Arguments, ModelArguments, set_fields
+from .arguments import Arguments, ModelArguments, refuse_whole_data, set_fields
 from .recipe import Recipe, model_config, stage_arguments
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
@@ -86,13 +86,14 @@ def load_data(args: Arguments) -> Data:
     Raises:
         UserError: The data cannot be used.
     """
-    data_args, training = args.data, args.training
-    if data_args.streaming:
+    training = args.training
+    if args.data.streaming:
+        refuse_whole_data(args)
         with training.main_process_first(desc="data"):  # it downloads what the others then find
-            splits = load_splits(**data_args.for_streaming(training), seed=training.seed, streaming=True)
+            splits = load_splits(**vars(args.data), seed=training.seed)
         data = Data(splits, stream=splits.pop("train"))
     else:
-        data = Data(load_splits(**data_args.for_loading(), seed=training.seed, labelled=not is_masked(args)))
+        data = Data(load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args)))
     for name, rows in data.splits.items():
         if len(rows) < training.world_size:
             raise UserError(

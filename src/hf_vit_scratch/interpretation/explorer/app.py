@@ -74,12 +74,7 @@ def load_examples(labels: Sequence[str]) -> list[tuple[Image.Image, str]]:
 
 
 class Explorer:
-    """The answers to the events of the page.
-
-    Args:
-        classifier: Pipeline of a ViTScratch model.
-        name: Name of the model on the page.
-    """
+    """The answers to the events of the page."""
 
     def __init__(self, classifier: ImageClassificationPipeline, name: str):
         config: Any = classifier.model.config

@@ -17,12 +17,7 @@ raise SystemExit(main(["explore", "model"]))
 
 
 def write_space(classifier: ImageClassificationPipeline, name: str, space: Path) -> None:
-    """Write a Hugging Face Space that holds the explorer, the model and this package.
-
-    Args:
-        classifier: Pipeline of a ViTScratch model.
-        name: Name of the model.
-        space: Folder to create.
+    """Write a Hugging Face Space that holds the explorer, the model and this package, as a new folder.
 
     Raises:
         UserError: The folder exists.

@@ -1,0 +1,113 @@
+"""The options of the images, their augmentation and their mixtures, which are also flags of `train.py`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserError
+
+CORRUPT_POLICIES = ("raise", "skip")
+AUGMENT_POLICIES = ("randaugment", "trivialaugment")
+
+Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
+BETWEEN: Rule = ("lie between 0 and 1", lambda value: 0 < value < 1)
+PROBABILITY: Rule = ("lie in [0, 1]", lambda value: 0 <= value <= 1)
+SHARE: Rule = ("lie in [0, 1)", lambda value: 0 <= value < 1)
+CONCENTRATION: Rule = ("be 0 or more", lambda value: 0 <= value < float("inf"))
+RULES: dict[str, Rule] = {
+    "validation_fraction": BETWEEN,
+    "test_fraction": BETWEEN,
+    "corrupt_images": (f"be one of {', '.join(CORRUPT_POLICIES)}", lambda value: value in CORRUPT_POLICIES),
+    "random_resized_crop_scale": ("lie in (0, 1]", lambda value: value is None or 0 < value <= 1),
+    "horizontal_flip_prob": PROBABILITY,
+    "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
+    "translate": SHARE,
+    "scale": SHARE,
+    "auto_augment": (f"be one of {', '.join(AUGMENT_POLICIES)}", lambda value: value in (None, *AUGMENT_POLICIES)),
+    "randaugment_num_ops": ("be at least 1", lambda value: value >= 1),
+    "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),
+    "random_erasing_prob": PROBABILITY,
+    "mixup_alpha": CONCENTRATION,
+    "cutmix_alpha": CONCENTRATION,
+    "mixup_prob": PROBABILITY,
+}
+
+
+def flag(default: Any, help: str) -> Any:
+    """Return a field of a dataclass that `HfArgumentParser` makes a flag with a help text."""
+    return field(default=default, metadata={"help": help})
+
+
+class _Options:
+    """Options that keep to `RULES`.
+
+    Raises:
+        UserError: A value is out of its range; the message names it.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (rule, is_allowed) in RULES.items():
+            if hasattr(self, name) and not is_allowed(value := getattr(self, name)):
+                raise UserError(f"{name} must {rule}, got {value!r}.")
+
+
+@dataclass(kw_only=True)
+class DataArguments(_Options):
+    """Where the images come from.
+
+    A name is tried as `"digits"`, a folder, a parquet file and a dataset on the Hub, in this order. With
+    `corrupt_images="raise"`, the first image that cannot be decoded is named when it is met; with `"skip"`, every
+    image is decoded once at the start. Do not follow the links of a stranger: they could take in your own images.
+    """
+
+    data: str = flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
+    streaming: bool = flag(False, "Read training images while training; for data too large to download.")
+    data_config: str | None = flag(None, "Configuration of a dataset on the Hub that has several.")
+    image_column: str | None = flag(None, "Column of the images; found by its type.")
+    label_column: str | None = flag(None, "Column of the labels; found by its type or name.")
+    train_split: str = flag("train", "Split to train on.")
+    validation_split: str | None = flag(None, "Split to choose by; 'validation', or cut from train.")
+    test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")
+    validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
+    test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
+    corrupt_images: str = flag("raise", "What to do with images that cannot be decoded: raise, or skip and name them.")
+    follow_links: bool = flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
+
+
+@dataclass(kw_only=True)
+class AugmentationArguments(_Options):
+    """The random changes to training images.
+
+    Sources, by the order of the fields: Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4 (smaller images
+    first); Ge et al. 2021, https://arxiv.org/abs/2107.08430, section 2.1 (no augmentation at the end); Szegedy et al.
+    2015, https://arxiv.org/abs/1409.4842, section 6 (random resized crop); Cubuk et al. 2019,
+    https://arxiv.org/abs/1909.13719 (RandAugment); Mueller and Hutter 2021, https://arxiv.org/abs/2103.10158
+    (TrivialAugment); Zhong et al. 2017, https://arxiv.org/abs/1708.04896 (random erasing).
+    """
+
+    initial_image_size: list[int] | None = flag(None, "Pixels in the first part of training: one number or two.")
+    initial_image_size_fraction: float = flag(0.0, "Share of training that the first part lasts.")
+    augmentation_off_fraction: float = flag(0.0, "Share of training, at its end, without augmentation and mixing.")
+    random_resized_crop_scale: float | None = flag(None, "Least share of the area that a random resized crop keeps.")
+    crop_padding: int = flag(0, "Padding in pixels before a random crop.")
+    horizontal_flip_prob: float = flag(0.0, "Probability of a mirror image.")
+    rotation_degrees: float = flag(0.0, "Largest rotation to either side.")
+    translate: float = flag(0.0, "Largest shift, as a share of height and width.")
+    scale: float = flag(0.0, "Largest relative change of size.")
+    auto_augment: str | None = flag(None, "A policy: randaugment or trivialaugment.")
+    randaugment_num_ops: int = flag(2, "Operations that RandAugment draws per image.")
+    randaugment_magnitude: int = flag(9, "Strength of RandAugment, 0 to 30.")
+    random_erasing_prob: float = flag(0.0, "Probability that a random rectangle turns grey.")
+
+
+@dataclass(kw_only=True)
+class MixingArguments(_Options):
+    """Mixtures of two training images.
+
+    Sources: MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1) and CutMix (Yun et al. 2019,
+    https://arxiv.org/abs/1905.04899, equation 1).
+    """
+
+    mixup_alpha: float = flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
+    cutmix_alpha: float = flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
+    mixup_prob: float = flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
