@@ -275,7 +275,7 @@ def test_splits_can_be_named(folder):
             {"validation_split": "dev"},
             r"no split 'dev', only \['train', 'validation'\]. Choose with --validation_split",
         ),
-        ({"label_column": "class"}, r"no column 'class', only \['kind', 'picture'\]"),
+        ({"label_column": "class"}, r"no label column 'class', only \['kind', 'picture'\]"),
     ],
 )
 def test_what_is_not_there_is_named(choice, message, folder):
