@@ -10,7 +10,6 @@ The functions that convert modules in memory, in both directions, can be importe
 import argparse
 import math
 import re
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -241,10 +240,6 @@ def main(argv: list[str]) -> int:
     if args.destination is None:
         parser.error("give SOURCE and DESTINATION, or --verify")
     transformers_logging.disable_progress_bar()
-    try:
-        with blame_the_user():
-            convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
-    except UserError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    with blame_the_user():
+        convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
     return 0

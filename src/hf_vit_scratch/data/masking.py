@@ -2,16 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ..errors import UserError
 from .dataset import ImageClassificationDataset
-from .images import denormalize
 from .sampler import Sample
 from .transforms import SampleRNG
 
@@ -78,33 +75,3 @@ def random_masks(rng: SampleRNG, units: tuple[int, int], ratio: float) -> np.nda
     """Draw masks (B, *units) of which the same share, rounded up, is True."""
     ranks = np.argsort([rng.uniform() for _ in range(units[0] * units[1])], axis=0)
     return (ranks < num_masked(len(ranks), ratio)).T.reshape(-1, *units)
-
-
-@torch.no_grad()
-def plot_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, path: Path, count: int = 8) -> None:
-    """Plot the first images of a split, what the model was shown of them, and its reconstructions.
-
-    Args:
-        model: A `ViTScratchForMaskedImageModeling`.
-        dataset: Images of the size that the model takes.
-        path: PNG file to write.
-        count: Number of images.
-    """
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
-    batch = dataset.batch_transform(dataset.__getitems__(range(min(count, len(dataset)))))
-    pixels, hidden = (batch[name].to(model.device) for name in ("pixel_values", "bool_masked_pos"))
-    model.eval()
-    reconstruction = model(pixels, hidden).reconstruction.float()
-    height, width = dataset.patch_size
-    hidden = hidden.view(len(pixels), 1, pixels.shape[2] // height, pixels.shape[3] // width)
-    hidden = hidden.repeat_interleave(height, 2).repeat_interleave(width, 3)
-    rows = (pixels, pixels.masked_fill(hidden, 0), torch.where(hidden, reconstruction, pixels))
-    figure = Figure(figsize=(1.5 * len(pixels), 4.8), layout="constrained")
-    grid = figure.subplots(3, len(pixels), squeeze=False)
-    for axes_row, title, images in zip(grid, ("image", "shown", "reconstructed"), rows, strict=True):
-        for axes, image in zip(axes_row, denormalize(images, dataset.image_processor), strict=True):
-            axes.imshow(image, cmap="gray", vmin=0, vmax=255)
-            axes.axis("off")
-        axes_row[0].set_title(title, loc="left", fontsize=9)
-    figure.savefig(path, dpi=110)

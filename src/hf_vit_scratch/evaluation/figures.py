@@ -80,9 +80,9 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     figure.savefig(path, dpi=110)
 
 
-def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Path, columns: int = 6) -> None:
     """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
-    columns = min(6, len(images))
+    columns = min(columns, len(images))
     lines = -(-len(images) // columns)
     figure = _new_figure(max(3.0, 1.6 * columns), 2.05 * lines + 0.3)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from datasets import Dataset
+from PIL import Image
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
-from ..data.images import decode_image
-from ..data.masking import MaskedImageDataset, plot_reconstructions
+from ..data.images import decode_image, denormalize
+from ..data.masking import MaskedImageDataset
 from .figures import plot_curves, plot_images
 from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
@@ -37,7 +40,7 @@ def report_on_test_split(
     on_the_hub = data != "digits" and not Path(data).expanduser().exists()
     report = {**metrics, "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if isinstance(test_dataset, MaskedImageDataset):
-        plot_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
+        draw_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
     else:
         names = test_dataset.rows.features["label"].names
@@ -68,3 +71,19 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[st
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
         plot_images(images, captions, path)
+
+
+@torch.no_grad()
+def draw_reconstructions(model: PreTrainedModel, dataset: MaskedImageDataset, path: Path) -> None:
+    """Plot the first images of a split, what the model was shown of them, and its reconstructions."""
+    batch = dataset.batch_transform(dataset.__getitems__(range(min(6, len(dataset)))))
+    pixels, hidden = (batch[name].to(model.device) for name in ("pixel_values", "bool_masked_pos"))
+    model.eval()
+    reconstruction = model(pixels, hidden).reconstruction.float()
+    height, width = dataset.patch_size
+    hidden = hidden.view(len(pixels), 1, pixels.shape[2] // height, pixels.shape[3] // width)
+    hidden = hidden.repeat_interleave(height, 2).repeat_interleave(width, 3)
+    rows = torch.cat((pixels, pixels.masked_fill(hidden, 0), torch.where(hidden, reconstruction, pixels)))
+    images = [Image.fromarray(image) for image in denormalize(rows, dataset.image_processor)]
+    captions = [caption for caption in ("image", "shown", "reconstructed") for _ in pixels]
+    plot_images(images, captions, path, columns=len(pixels))

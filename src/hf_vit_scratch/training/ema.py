@@ -31,13 +31,9 @@ class EMA:
 
     @classmethod
     def start(cls, model: nn.Module, decay: float | None, steps: int, checkpoint: Path | None) -> Self | None:
-        """Begin an average, or go on with that of a checkpoint; `None` without a decay.
+        """Begin an average, or go on with that of a checkpoint; return `None` without a decay.
 
-        Args:
-            model: The model. If a run is resumed, it holds the average, and gets the weights that were trained.
-            decay: As above.
-            steps: As above.
-            checkpoint: The checkpoint that is resumed, if any.
+        From a checkpoint, the model holds the average. It gets the weights that were trained.
 
         Raises:
             UserError: The checkpoint has an average and the run has none, or the other way round.

@@ -1,4 +1,7 @@
-"""The steps of a training run, in the order in which `train.py` takes them."""
+"""The steps of a training run, in the order in which `train.py` takes them.
+
+Each raises a `UserError` if something that the user gave cannot be used.
+"""
 
 import logging
 import math
@@ -60,11 +63,7 @@ def is_masked(args: Arguments) -> bool:
 
 
 def check_and_seed(args: Arguments) -> None:
-    """Check what no other step checks, and seed all random numbers: the first weights are part of the run.
-
-    Raises:
-        UserError: An argument cannot be used.
-    """
+    """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
     training = args.training
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
@@ -81,11 +80,7 @@ def check_and_seed(args: Arguments) -> None:
 
 
 def load_data(args: Arguments) -> Data:
-    """Load the splits that the arguments name.
-
-    Raises:
-        UserError: The data cannot be used.
-    """
+    """Load the splits that the arguments name."""
     training = args.training
     if args.data.streaming:
         refuse_whole_data(args)
@@ -109,9 +104,6 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
 
     Returns:
         The model's configuration, and the saved model to start from; `None` for random weights.
-
-    Raises:
-        UserError: The configuration is impossible, or a resumed run began with other images.
     """
     training = args.training
     set_fields(args, recipe.values("images"))  # of the run that is resumed
@@ -143,11 +135,7 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
 
 
 def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTImageProcessor:
-    """Build the image processor, with the normalization of the saved model if training starts from one.
-
-    Raises:
-        UserError: The saved model has no image processor.
-    """
+    """Build the image processor, with the normalization of the saved model if training starts from one."""
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     if start is None:
         return ViTImageProcessor(size=size, do_convert_rgb=True)
@@ -157,11 +145,7 @@ def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTIma
 
 
 def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) -> ViTScratchPreTrainedModel:
-    """Build the model, with random weights or those of the saved model.
-
-    Raises:
-        UserError: The saved model does not fit, or the configuration is impossible for the task.
-    """
+    """Build the model, with random weights or those of the saved model."""
     training = args.training
     if training.whiten_patches and (start is not None or args.data.streaming):
         with_what = "--streaming, which has no images at hand" if args.data.streaming else "the saved model of --model"
@@ -176,11 +160,7 @@ def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) ->
 def load_model(
     model_class: type[ViTScratchPreTrainedModel], path: str, config: ViTScratchConfig
 ) -> ViTScratchPreTrainedModel:
-    """Load the encoder of a saved model. Its head is new if the saved one is missing or has other classes.
-
-    Raises:
-        UserError: The saved model is not one for this configuration.
-    """
+    """Load the encoder of a saved model. Its head is new if the saved one is missing or has other classes."""
     model, found = cast(Any, model_class).from_pretrained(
         path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -205,11 +185,7 @@ def load_model(
 def build_trainer(
     args: Arguments, data: Data, model: ViTScratchPreTrainedModel, image_processor: ViTImageProcessor
 ) -> tuple[ViTTrainer, ImageClassificationDataset]:
-    """Build the trainer and the test split, and whiten the patch embedding if that is asked for.
-
-    Raises:
-        UserError: An argument cannot be used.
-    """
+    """Build the trainer and the test split, and whiten the patch embedding if that is asked for."""
     _, data_args, augmentation, mixing, training = args
     config, seed, masked = model.config, training.seed, is_masked(args)
     stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation, config))
@@ -266,9 +242,6 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     """Save the recipe with the command that repeats the run, train, and save the model.
 
     If SIGTERM stopped the training, the process ends.
-
-    Raises:
-        UserError: Training cannot start, or ran out of memory.
     """
     training = trainer.args
     if training.should_save:
@@ -293,11 +266,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
 
 
 def push(trainer: ViTTrainer) -> None:
-    """Push the finished run to the Hub, if that is asked for.
-
-    Raises:
-        UserError: The Hub cannot be reached; the message has the command that tries again.
-    """
+    """Push the finished run to the Hub, if that is asked for."""
     if not trainer.args.push_to_hub:
         return
     output_dir = Path(trainer.args.output_dir)
