@@ -1,8 +1,8 @@
 """Train a Vision Transformer from scratch: an image classifier, or without labels an encoder.
 
-    python train.py                                                   the digits of scikit-learn, no network needed
-    python train.py cifar10_cpu --learning_rate 1e-3     a recipe, and a flag that overrides it
-    accelerate launch train.py cifar10_cpu               many devices
+    python train.py                                   the digits of scikit-learn, no network needed
+    python train.py cifar10_cpu --learning_rate 1e-3  a recipe, and a flag that overrides it
+    accelerate launch train.py cifar10_cpu            many devices
 
 Every flag is a field of a dataclass of `hf_vit_scratch.training.arguments` or of transformers' `TrainingArguments`;
 `python train.py --help` lists them.
@@ -39,16 +39,16 @@ def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) 
     """Train in a folder that no other run uses."""
     training_args = args.training
     steps.check_and_seed(args)
-    data = steps.load_data(args)
-    config, start = steps.make_choices(args, recipe, data)
+    splits = steps.load_data(args)
+    config, start = steps.make_choices(args, recipe, splits)
     image_processor = steps.build_image_processor(config, start)
     model = steps.build_model(args, config, start)
-    trainer, test_dataset = steps.build_trainer(args, data, model, image_processor)
+    trainer, test_dataset = steps.build_trainer(args, splits, model, image_processor)
 
     if training_args.data_report:
         return {"bound": sanity_check.data_report(trainer)}
     if training_args.check:
-        return {"check": sanity_check.check(trainer, data.splits)}
+        return {"check": sanity_check.check(trainer, splits)}
 
     steps.train(trainer, recipe, checkpoint, command)
     metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)

@@ -19,11 +19,7 @@ class UserError(ValueError):
 def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turn what libraries raise for wrong values into a `UserError` of one line; for the time before training.
 
-    Args:
-        until: True from when on an error is no longer the user's mistake, and passes unchanged.
-
-    Raises:
-        UserError: A library has refused a value.
+    Once `until` returns true, an error is no longer the user's mistake, and passes unchanged.
     """
     try:
         yield
@@ -39,11 +35,7 @@ def blame_the_user(until: Callable[[], bool] = lambda: False) -> Iterator[None]:
 def blame_the_files(problem: str) -> Iterator[None]:
     """Turn whatever libraries raise for damaged, missing or foreign files into a `UserError`, and silence warnings.
 
-    Args:
-        problem: What the message says before the first sentence of the library.
-
-    Raises:
-        UserError: A library has refused the files.
+    The message begins with the problem. The first sentence of the library follows.
     """
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -5,9 +5,9 @@ import yaml
 
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training.arguments import AugmentationArguments, ModelArguments, ViTTrainingArguments
+from hf_vit_scratch.training.arguments import ModelArguments, ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import finish_checkpoint
-from hf_vit_scratch.training.recipe import RECIPES, Recipe, model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.recipe import RECIPES, Recipe, model_config, parse_recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint, without_resuming
 
 
@@ -254,14 +254,3 @@ def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 )
 def test_command_that_a_run_begins_with_does_not_resume(resuming):
     assert without_resuming(["a.yaml", *resuming, "--seed", "1"]) == ["a.yaml", "--seed", "1"]
-
-
-def test_initial_image_size_must_fit_the_patches():
-    config = ViTScratchConfig(image_size=32, patch_size=4)
-
-    given = stage_arguments(AugmentationArguments(initial_image_size=[24], initial_image_size_fraction=0.5), config)
-    assert given["initial_image_size"] == (24, 24)
-    with pytest.raises(
-        UserError, match=r"initial_image_size \(width 30\) must be divisible by patch_size \(width 4\)"
-    ):
-        stage_arguments(AugmentationArguments(initial_image_size=[24, 30]), config)

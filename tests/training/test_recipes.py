@@ -4,7 +4,7 @@ import pytest
 
 from hf_vit_scratch.data.augmentation import training_stages
 from hf_vit_scratch.data.mixup import Mixup
-from hf_vit_scratch.training.recipe import RECIPES, model_config, parse_recipe, stage_arguments
+from hf_vit_scratch.training.recipe import RECIPES, model_config, parse_recipe
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -14,7 +14,7 @@ def test_recipe_describes_a_model_and_a_training(recipe):
     (model, _, augmentation, mixing, training), _ = parse_recipe([str(recipe)])
 
     config, _ = model_config(model, [str(label) for label in range(10)])
-    training_stages(config.image_height_width, **stage_arguments(augmentation, config))
+    training_stages(config.image_height_width, **vars(augmentation))
     Mixup(10, **vars(mixing), label_smoothing=training.label_smoothing_factor)
     assert training.output_dir == f"runs/{recipe.stem}"
 

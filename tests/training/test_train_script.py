@@ -365,6 +365,10 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
         (["--image_size", "9"], r"^image_size \(height 9\) must be divisible by patch_size \(height 2\)\."),
         (["--translate", "2"], r"^translate must lie in \[0, 1\), got 2"),
         (
+            ["--initial_image_size", "4", "5", "--initial_image_size_fraction", "0.5"],
+            r"^initial_image_size must be divisible by patch_size \(2, 2\), got \(4, 5\)\.",
+        ),
+        (
             ["--metric_for_best_model", "acc"],
             r"^metric_for_best_model must be one of loss, accuracy, top5_accuracy; got",
         ),

@@ -62,13 +62,8 @@ def from_bert(
     """Convert the parts of a `BertComposite` to our post-LN encoder.
 
     BERT adds the first row of its token types to every token; here it is folded into the positions. Word embeddings
-    and BERT's pooler have no place and are left behind.
-
-    Args:
-        bert: A `BertModel`, not a decoder.
-        patch_embeddings: `nn.Conv2d` whose stride is its kernel, to `hidden_size` channels.
-        cls_token: `hidden_size` values, in any shape.
-        image_size: Height and width in pixels; `None` for the largest square grid that BERT has positions for.
+    and BERT's pooler have no place and are left behind. The image size is the height and width in pixels; without it,
+    the largest square grid that BERT has positions for is taken.
     """
     require_class(bert, (BertModel,), "from_bert")
     require_class(patch_embeddings, (nn.Conv2d,), "from_bert")

@@ -122,12 +122,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the largest absolute differences between a model and what it was converted to.
 
-    Args:
-        peer: The other implementation.
-        direction: `"from"`, random parameters there and ours converted, or `"to"`, the reverse.
-        dtype: Precision of parameters and pixels.
-        std: Standard deviation of all parameters.
-        spoil: A change to our model before the comparison, for tests.
+    All parameters are random, with the standard deviation `std`. The direction is `"from"` the peer to ours, or `"to"`
+    the peer. Tests let `spoil` change our model before the comparison.
 
     Returns:
         One number for each of `KINDS` that the peer shows: the outputs, the hidden states from the embeddings to the

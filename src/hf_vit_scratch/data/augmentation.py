@@ -27,15 +27,9 @@ class Augmentation(AugmentationArguments):
     """The chosen augmentations of a batch in one stage of training.
 
     Each does to every image what torchvision's transform of the same name does to one.
-
-    Args:
-        image_size: Height and width of the result in pixels.
-
-    Raises:
-        UserError: A value is out of its range; the message names it.
     """
 
-    image_size: tuple[int, int]
+    image_size: tuple[int, int]  # height and width of the result in pixels
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,11 +65,8 @@ def training_stages(
 ) -> tuple[list[Augmentation | None], Callable[[float], int]]:
     """Return the augmentation of each stage of training, and a function that tells the stage.
 
-    If chosen, images are smaller at first, and at the end there is neither augmentation nor mixing.
-
-    Args:
-        image_size: Height and width in pixels.
-        choices: Fields of `AugmentationArguments`.
+    If chosen, images are smaller at first, and at the end there is neither augmentation nor mixing. The choices are
+    fields of `AugmentationArguments`. The image size is the height and width in pixels.
 
     Returns:
         The augmentations, with `None` for the last stage; and a function from the share of training that is done to
@@ -93,9 +84,9 @@ def training_stages(
             "initial_image_size_fraction and augmentation_off_fraction must be shares of training, of which 1 is the "
             f"whole; got {first} and {last}."
         )
-    first_size: Any = args.initial_image_size or image_size
+    first_size: Any = ((args.initial_image_size or image_size) * 2)[:2]
     stages = [
-        (first, Augmentation(first_size, **choices)),
+        (first, Augmentation(tuple(first_size), **choices)),
         (1 - last, Augmentation(image_size, **choices)),
         (1.0, None),
     ]

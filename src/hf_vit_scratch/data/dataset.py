@@ -90,14 +90,10 @@ class BatchTransform:
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs.
+        """Return the model's inputs of a batch of `ImageClassificationDataset`, with its other entries.
 
-        Args:
-            batch: A batch of `ImageClassificationDataset`. Other entries stay as they are.
-
-        Returns:
-            `pixel_values`, float (B, 3, height, width), and `labels`, class ids (B,) or in training also
-            probabilities (B, L).
+        `pixel_values` are float (B, 3, height, width). `labels` are class ids (B,), or in training also probabilities
+        (B, L).
         """
         batch = dict(batch)
         keys, stage = batch.pop("keys"), batch.pop("stage")
@@ -154,15 +150,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return own or (height, width)
 
     def cache_on_device(self, device: torch.device) -> bool:
-        """Decode all images once and keep them on a device, if they take up at most `DECODED_BYTES_KEPT`.
+        """Decode all images once and keep them, if they take up at most `DECODED_BYTES_KEPT`; return whether they are.
 
-        They stay on the CPU if the device has not enough memory for them.
-
-        Returns:
-            Whether they are kept.
-
-        Raises:
-            UserError: An image cannot be decoded.
+        They stay on the CPU if the device has not enough memory. An image that cannot be decoded is a `UserError`.
         """
         if self._is_kept is None:
             height, width = self.decoded_size

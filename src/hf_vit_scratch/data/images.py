@@ -33,14 +33,8 @@ WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], Counter[str]]:
     """Return the images in a folder, however deep, by their suffixes, and count the suffixes of other files.
 
-    Files and folders whose name begins with a dot are in neither.
-
-    Args:
-        folder: Folder to search.
-        folder_links: Policy for links to folders: `"skip"`, `"follow"` (each folder once), or `"refuse"`.
-
-    Raises:
-        UserError: There is a link to a folder, and `folder_links` is `"refuse"`.
+    Files and folders whose name begins with a dot are in neither. Links to folders are left out (`"skip"`), followed
+    to each folder once (`"follow"`), or a `UserError` (`"refuse"`).
     """
     found, others, seen = [], Counter[str](), {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=folder_links == "follow"):
@@ -76,14 +70,10 @@ def warn_of_others(folder: Path, others: Counter[str]) -> None:
 
 @contextmanager
 def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
-    """Open an encoded image. Its pixels are not read before they are needed.
-
-    Args:
-        row: `path` and `bytes` of the image, one of which may be None: `datasets.Image(decode=False)`.
-        name: Name of the image in an error if it has no path.
+    """Open an encoded image, a row of `datasets.Image(decode=False)`. Its pixels are read when they are needed.
 
     Raises:
-        UserError: It cannot be opened, or what is done with it fails.
+        UserError: It cannot be opened, or what is done with it fails. An image without a path is called by its name.
     """
     path, content = (None, None) if row is None else (row["path"], row["bytes"])
     if path is None and content is None:
@@ -110,11 +100,8 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
 
     Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
 
-    Args:
-        row: The image, as in `open_image`.
-        name: Its name in an error, as in `open_image`.
-        enough: Number of pixels on each side that is sufficient. A JPEG file may then be decoded at a half, a quarter
-            or an eighth of its size, in a fraction of the time.
+    Where `enough` pixels on each side are sufficient, a JPEG file may be decoded at a half, a quarter or an eighth of
+    its size, in a fraction of the time.
 
     Raises:
         UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them to white.
@@ -146,15 +133,7 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
 
 
 def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:
-    """Return the images that a model sees as pixels.
-
-    Args:
-        pixel_values: (..., C, height, width), as prepared by the image processor.
-        image_processor: Image processor of the model.
-
-    Returns:
-        (..., height, width, C).
-    """
+    """Return what an image processor has prepared as pixels.  (..., C, height, width) -> (..., height, width, C)."""
     pixels = pixel_values.detach().float().cpu()
     if image_processor.do_normalize:
         mean, std = (torch.tensor(x)[:, None, None] for x in (image_processor.image_mean, image_processor.image_std))

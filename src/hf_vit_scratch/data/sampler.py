@@ -1,6 +1,7 @@
 """Which image comes when in training."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ class Sample(NamedTuple):
     row: int
 
 
+@dataclass(eq=False)
 class EpochSampler(torch.utils.data.Sampler):
     """Every row once per epoch, in an order that depends on (seed, epoch) only, with the stage of training.
 
@@ -27,12 +29,11 @@ class EpochSampler(torch.utils.data.Sampler):
         stage: Function from the epochs passed, a fraction, to the number of the stage.
     """
 
-    def __init__(self, size: int, seed: int, batch_size: int = 1, stage: Callable[[float], int] = lambda _: 0):
-        self.size = size
-        self.seed = seed
-        self.batch_size = batch_size
-        self.stage = stage
-        self.epoch = 0
+    size: int
+    seed: int
+    batch_size: int = 1
+    stage: Callable[[float], int] = lambda _: 0
+    epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; `ViTTrainer` calls this before each."""

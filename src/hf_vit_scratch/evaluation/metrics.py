@@ -15,12 +15,7 @@ CALIBRATION_BINS = 15
 
 
 class TopKAccuracy(evaluate.Metric):
-    """Share of images whose class is the first, or among the first five, of the model's ranking.
-
-    Example:
-        >>> TopKAccuracy().compute(predictions=[[2, 0], [1, 2]], references=[2, 0])
-        {'accuracy': 0.5, 'top5_accuracy': 0.5}
-    """
+    """Share of images whose class is the first, or among the first five, of the model's ranking."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

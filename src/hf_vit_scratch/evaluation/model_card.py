@@ -47,12 +47,8 @@ def make_card(
 ) -> ModelCard:
     """Write the card of a run, or of several that differ only in their seed, with its figures beside it.
 
-    Args:
-        runs: Folders of finished runs. The details are those of the first.
-        output: Markdown file to write.
-        name: Name of the model; `None` for the name of the first folder.
-        data: Description of the images; `None` for the data set, or "a folder of images".
-        license: License identifier of the Hub, such as `"apache-2.0"`.
+    The details and the name are those of the first folder. `data` describes the images of a local folder; `license` is
+    an identifier of the Hub.
 
     Raises:
         UserError: A folder holds no finished run of a classifier.

@@ -90,11 +90,9 @@ def find_images(names: Sequence[str]) -> list[str]:
 
 
 def load_classifier(model: str, device: str | None = None) -> ImageClassificationPipeline:
-    """Load a saved image classifier as a pipeline. Code beside the model is never executed.
+    """Load an image classifier from a folder, or from the Hub, as a pipeline. Code beside it is never executed.
 
-    Args:
-        model: Folder of a saved model, or a name on the Hub.
-        device: Device such as `"cpu"` or `"cuda:1"`; `None` for the accelerator if there is one.
+    Without a device such as `"cuda:1"`, it runs on the accelerator, if there is one.
 
     Raises:
         UserError: The device or the model does not exist, or there is no image classifier with an image processor.
@@ -127,12 +125,7 @@ def predict(
 ) -> Iterator[dict[str, Any]]:
     """Classify image files in batches. The scores are those of transformers' pipeline.
 
-    Args:
-        classifier: Pipeline from `load_classifier`.
-        paths: Image files.
-        top_k: Number of classes, best first; at most all are given.
-        batch_size: Number of images that the model computes at once.
-        num_workers: Number of processes that decode; 0 for the main process.
+    The model computes `batch_size` images at once. They are decoded by `num_workers` processes, or by this one.
 
     Yields:
         For each path, in order, `image`, the path, and either `predictions`, each with `label` and `score`, or

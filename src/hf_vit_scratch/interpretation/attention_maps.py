@@ -31,16 +31,14 @@ from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTSc
 
 
 @contextmanager
-def _eager_attention(model: ViTScratchPreTrainedModel) -> Iterator[None]:
-    """Switch to evaluation mode and eager attention, which returns its weights, and back afterwards."""
-    implementation, training = model.config._attn_implementation, model.training
-    model.set_attn_implementation("eager")
+def _evaluation_mode(model: ViTScratchPreTrainedModel) -> Iterator[None]:
+    """Switch to evaluation mode, and back afterwards."""
+    training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        model.set_attn_implementation(implementation)
 
 
 def _embeddings(model: ViTScratchPreTrainedModel) -> Any:
@@ -52,13 +50,13 @@ def attention(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> Tensor:
     """Return the attention weights of every layer and head, for any `attn_implementation`.
 
     Args:
-        model: A ViTScratch model. It keeps its mode and its attention implementation.
+        model: A ViTScratch model, which keeps its mode.
         pixel_values: (B, C, height, width), normalised, on the model's device.
 
     Returns:
         (B, L, H, N, N), at least float32. Row i holds the share that token i takes from each token, and sums to 1.
     """
-    with _eager_attention(model):
+    with _evaluation_mode(model):
         weights = torch.stack(model(pixel_values, output_attentions=True).attentions, dim=1)
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
@@ -99,7 +97,7 @@ def class_attention(
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
     """
-    with _eager_attention(model), torch.enable_grad():
+    with _evaluation_mode(model), torch.enable_grad():
         # A model with frozen weights has gradients only if its input requires them.
         outputs = model(pixel_values.detach().requires_grad_(), output_attentions=True)
         logits = outputs.logits

@@ -145,11 +145,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     def from_variant(cls, variant: str, **overrides: Any) -> Self:
         """Build the configuration of a published size, such as `"S/16"`: size Ti, S, B, L or H, then the patch size.
 
-        Only sizes come from the name. The published models are pre-LN: pass `norm_first=True` for those.
-
-        Args:
-            variant: `SIZE/PATCH`, the patch size in pixels.
-            overrides: Any other field, or a field of the variant to change.
+        Only sizes come from the name, and fields override them. The published models are pre-LN: pass
+        `norm_first=True` for those.
 
         Raises:
             ValueError: The name is not of that form.

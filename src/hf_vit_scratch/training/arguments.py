@@ -149,22 +149,32 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
         setattr(next(part for part in args if hasattr(part, name)), name, value)
 
 
-def refuse_whole_data(args: Arguments) -> None:
-    """Refuse what needs all of the data where they are a stream.
+def refuse_labels(args: Arguments) -> None:
+    """Refuse what needs labels where none are read."""
+    _refuse_together(
+        "--task masked-image-modeling",
+        {
+            "--streaming": args.data.streaming,
+            "--check": args.training.check,
+            "mixing (--mixup_alpha, --cutmix_alpha)": args.mixing.mixup_alpha or args.mixing.cutmix_alpha,
+            "--label_smoothing_factor": args.training.label_smoothing_factor,
+        },
+    )
 
-    Raises:
-        UserError: Names it.
-    """
+
+def refuse_whole_data(args: Arguments) -> None:
+    """Refuse what needs all of the data where they are a stream."""
     data, training = args.data, args.training
-    for asked, name in (
-        (training.check, "--check"),
-        (training.fit_to_images, "--fit_to_images"),
-        (training.max_train_minutes is not None, "--max_train_minutes"),
-        (data.validation_fraction != DataArguments.validation_fraction, "--validation_fraction"),
-        (data.test_fraction != DataArguments.test_fraction, "--test_fraction"),
-    ):
-        if asked:
-            raise UserError(f"{name} does not go together with --streaming. Leave one of them out.")
+    _refuse_together(
+        "--streaming",
+        {
+            "--check": training.check,
+            "--fit_to_images": training.fit_to_images,
+            "--max_train_minutes": training.max_train_minutes is not None,
+            "--validation_fraction": data.validation_fraction != DataArguments.validation_fraction,
+            "--test_fraction": data.test_fraction != DataArguments.test_fraction,
+        },
+    )
     if training.max_steps <= 0:
         raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
     for name in ("eval", "save"):
@@ -172,3 +182,9 @@ def refuse_whole_data(args: Arguments) -> None:
             raise UserError(
                 f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
             )
+
+
+def _refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UserError(f"{name} does not go together with {what}. Leave one of them out.")

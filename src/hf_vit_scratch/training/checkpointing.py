@@ -32,11 +32,7 @@ def describe_last_checkpoint(output_dir: str) -> str:
 
 
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
-    """Return the checkpoint to resume from, verified.
-
-    Args:
-        wanted: A checkpoint, `True` for the newest one that is not damaged, or `False` or `None` for none.
-        output_dir: Folder of the run.
+    """Return the wanted checkpoint, verified; for `True`, the newest one of a run that is not damaged.
 
     Raises:
         UserError: There is no such checkpoint, or a run cannot be resumed from it.
@@ -69,12 +65,7 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
     """Make a checkpoint complete, link it as `last`, and delete old checkpoints.
 
     Its files are on the disk before their checksums are, so a crash at any moment leaves either a complete checkpoint
-    or one that is not counted.
-
-    Args:
-        folder: The checkpoint, with all of its files.
-        best: Checkpoint to keep and to link as `best`.
-        limit: Largest number of checkpoints to keep; `None` keeps all.
+    or one that is not counted. The best checkpoint is kept and linked as `best`. Without a limit, all are kept.
     """
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
     for path in [*files, *folder.rglob("*/"), folder]:
@@ -123,11 +114,7 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def refuse_damage(checkpoint: Path) -> None:
-    """Check that the files of a checkpoint are as they were saved.
-
-    Raises:
-        UserError: Names those that are not.
-    """
+    """Raise a `UserError` unless the files of a checkpoint are as they were saved."""
     if damaged := damaged_files(checkpoint):
         raise UserError(f"{checkpoint} is incomplete or damaged ({', '.join(damaged)}) and cannot be loaded.")
 

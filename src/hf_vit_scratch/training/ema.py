@@ -18,10 +18,8 @@ TRAINED_WEIGHTS = "trained_weights.safetensors"
 class EMA:
     """The average of a model's weights over its training steps; it changes places with them on request.
 
-    Args:
-        model: The model that is trained, on its device. Its weights are the start of the average.
-        decay: Share of the average that each step keeps.
-        steps: Number of steps that the average holds already.
+    It starts with the model's weights, on its device, and holds `steps` steps already. Each step keeps the share
+    `decay` of it.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):

@@ -107,11 +107,8 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: X <- a X + (b X X^T + c (X X^T)^2) X.
 
-    Args:
-        matrices: (n, rows, cols), in the precision of the iteration, as the result.
-        coefficients: a, b and c.
-        steps: Number of iterations.
-        eps: Least norm by which a matrix is divided at first.
+    (n, rows, cols), kept, in the precision of the iteration. The coefficients are a, b and c; `eps` is the least norm
+    by which a matrix is divided at first.
     """
     a, b, c = coefficients
     tall = matrices.shape[1] > matrices.shape[2]
@@ -206,12 +203,8 @@ def schedule_by_progress(
 ) -> LambdaLR:
     """Return a schedule of transformers that follows the share of training done instead of the number of steps.
 
-    Args:
-        name: Name of the schedule, as in `transformers.get_scheduler`.
-        optimizer: Optimizer whose rates are set at each step.
-        progress: Returns the share of training that is done, 0 to 1; called at each step.
-        warmup_fraction: Share of training that warms up.
-        scheduler_kwargs: Options of that schedule; its numbers of steps count out of 10,000.
+    Name and options are those of `transformers.get_scheduler`; its numbers of steps count out of 10,000. `progress` is
+    called at each step. It returns the share of training that is done, 0 to 1, of which the first part warms up.
 
     Raises:
         UserError: The schedule follows a metric instead of the steps.

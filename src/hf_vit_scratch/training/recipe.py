@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
-from .arguments import ARGUMENT_TYPES, Arguments, AugmentationArguments, ModelArguments
+from .arguments import ARGUMENT_TYPES, Arguments, ModelArguments
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
@@ -159,25 +159,6 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTS
         ) from error
     except (ValueError, TypeError) as error:  # already in our own words
         raise UserError(str(error)) from error
-
-
-def stage_arguments(args: AugmentationArguments, config: ViTScratchConfig) -> dict[str, Any]:
-    """Return the arguments of `training_stages` for a model.
-
-    Raises:
-        UserError: The model cannot take the initial image size.
-    """
-    given = dict(vars(args))
-    size = given["initial_image_size"]
-    if size is not None:
-        pair = (*size, *size)[:2]
-        for axis, pixels, patch in zip(("height", "width"), pair, config.patch_height_width, strict=True):
-            if pixels < patch or pixels % patch != 0:
-                raise UserError(
-                    f"initial_image_size ({axis} {pixels}) must be divisible by patch_size ({axis} {patch})."
-                )
-        given["initial_image_size"] = pair
-    return given
 
 
 def _recipe_path(name: str) -> Path:

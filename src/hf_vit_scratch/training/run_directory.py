@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -40,19 +40,18 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
     with blame_the_files(f"{output_dir} cannot be written to"):
         output_dir.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(
                 f"another run is writing into {output_dir}. Choose another --output_dir, or wait for its end."
             ) from error
-    try:
-        yield
-    finally:
-        if [path.name for path in output_dir.iterdir()] == [LOCK]:  # a mistake was found before anything was written
-            with suppress(OSError):
+    with held:
+        try:
+            yield
+        finally:  # nothing stays if a mistake was found before anything was written
+            if [path.name for path in output_dir.iterdir()] == [LOCK]:
                 (output_dir / LOCK).unlink()
                 output_dir.rmdir()
-        lock.release()
 
 
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:

@@ -9,13 +9,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from datasets import DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -36,25 +35,12 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from ..speed.linear import onednn_is_faster
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_whole_data, set_fields
-from .recipe import Recipe, model_config, stage_arguments
+from .arguments import Arguments, ModelArguments, refuse_labels, refuse_whole_data, set_fields
+from .recipe import Recipe, model_config
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Data:
-    """The images and labels of a run. If `stream` yields the training rows, `splits` holds the other two splits."""
-
-    splits: DatasetDict
-    stream: IterableDataset | None = None
-
-    @property
-    def label_names(self) -> list[str]:
-        """Names of the classes."""
-        return self.splits["validation"].features["label"].names
 
 
 def is_masked(args: Arguments) -> bool:
@@ -67,37 +53,30 @@ def check_and_seed(args: Arguments) -> None:
     training = args.training
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
-    for asked, flag in (
-        (args.data.streaming, "--streaming"),
-        (training.check, "--check"),
-        (args.mixing.mixup_alpha or args.mixing.cutmix_alpha, "mixing (--mixup_alpha, --cutmix_alpha)"),
-        (training.label_smoothing_factor, "--label_smoothing_factor"),
-    ):
-        if asked and is_masked(args):  # they need labels
-            raise UserError(f"{flag} does not go together with --task masked-image-modeling. Leave it out.")
+    if is_masked(args):
+        refuse_labels(args)
     with blame_the_user():
         set_seed(training.seed)
 
 
-def load_data(args: Arguments) -> Data:
-    """Load the splits that the arguments name."""
+def load_data(args: Arguments) -> DatasetDict:
+    """Load the splits that the arguments name; `train` may be a stream."""
     training = args.training
     if args.data.streaming:
         refuse_whole_data(args)
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             splits = load_splits(**vars(args.data), seed=training.seed)
-        data = Data(splits, stream=splits.pop("train"))
     else:
-        data = Data(load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args)))
-    for name, rows in data.splits.items():
-        if len(rows) < training.world_size:
+        splits = load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args))
+    for name, rows in splits.items():
+        if isinstance(rows, Dataset) and len(rows) < training.world_size:
             raise UserError(
                 f"{training.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
             )
-    return data
+    return splits
 
 
-def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratchConfig, str | None]:
+def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[ViTScratchConfig, str | None]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
     The choices are set in the arguments, and added to the recipe.
@@ -107,8 +86,8 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
     """
     training = args.training
     set_fields(args, recipe.values("images"))  # of the run that is resumed
-    if data.stream is None:
-        images = fingerprint(data.splits)
+    if not args.data.streaming:
+        images = fingerprint(splits)
         if recipe.images not in ("", images):
             raise UserError(
                 f"{training.output_dir} holds a run with other images: {recipe.images}, now {images}. The splits "
@@ -117,15 +96,15 @@ def make_choices(args: Arguments, recipe: Recipe, data: Data) -> tuple[ViTScratc
             )
         recipe.images = images
     if training.fit_to_images:
-        auto_config.fit_sizes(args, data.splits["train"], recipe)
-    config, start = model_config(args.model, data.label_names)
+        auto_config.fit_sizes(args, splits["train"], recipe)
+    config, start = model_config(args.model, splits["validation"].features["label"].names)
     recipe.machine = hardware.choose(training, config, recipe.settings.keys())
     if training.device.type == "cpu" and onednn_is_faster():
         recipe.machine.append(
             "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
         )
     if training.fit_to_images:
-        auto_config.fit_length(args, config, len(data.splits["train"]), recipe)
+        auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine), ("images", recipe.choices())):
         if choices:
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
@@ -183,36 +162,41 @@ def load_model(
 
 
 def build_trainer(
-    args: Arguments, data: Data, model: ViTScratchPreTrainedModel, image_processor: ViTImageProcessor
+    args: Arguments, splits: DatasetDict, model: ViTScratchPreTrainedModel, image_processor: ViTImageProcessor
 ) -> tuple[ViTTrainer, ImageClassificationDataset]:
     """Build the trainer and the test split, and whiten the patch embedding if that is asked for."""
     _, data_args, augmentation, mixing, training = args
     config, seed, masked = model.config, training.seed, is_masked(args)
-    stages, stage = training_stages(config.image_height_width, **stage_arguments(augmentation, config))
+    stages, stage = training_stages(config.image_height_width, **vars(augmentation))
+    patch_size = config.patch_height_width
+    for size in (augment.image_size for augment in stages if augment is not None):
+        if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
+            raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
-    mixup = Mixup(len(data.label_names), **vars(mixing), label_smoothing=training.label_smoothing_factor)
+    num_classes = splits["validation"].features["label"].num_classes
+    mixup = Mixup(num_classes, **vars(mixing), label_smoothing=training.label_smoothing_factor)
     training.label_smoothing_factor = 0.0
     data_seed = seed if training.data_seed is None else training.data_seed
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
     if masked:
         dataset_class = partial(
             MaskedImageDataset,
-            patch_size=config.patch_height_width,
+            patch_size=patch_size,
             mask_ratio=training.mask_ratio,
             mask_patch_size=training.mask_patch_size,
         )
     train_dataset: ImageClassificationDataset | ImageClassificationStream
-    if data.stream is not None:
+    if data_args.streaming:
         steps, batches_per_step = training.max_steps, training.gradient_accumulation_steps
         train_dataset = ImageClassificationStream(
-            data.stream, image_processor, stages, mixup, data_seed,
+            splits["train"], image_processor, stages, mixup, data_seed,
             batch_size=training.per_device_train_batch_size,
             stage_of_batch=[stage(step / steps) for step in range(steps) for _ in range(batches_per_step)],
             process=(training.process_index, training.world_size),
             skip_corrupt=data_args.corrupt_images == "skip",
         )  # fmt: skip
     else:
-        train_dataset = dataset_class(data.splits["train"], image_processor, stages, mixup, data_seed)
+        train_dataset = dataset_class(splits["train"], image_processor, stages, mixup, data_seed)
         if training.whiten_patches:
             train_dataset.cache_on_device(training.device)
             sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
@@ -222,7 +206,7 @@ def build_trainer(
             model=model,
             args=training,
             train_dataset=train_dataset,
-            eval_dataset=dataset_class(data.splits["validation"], image_processor),
+            eval_dataset=dataset_class(splits["validation"], image_processor),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=None if masked else compute_metrics,
             preprocess_logits_for_metrics=None if masked else summarize_logits,
@@ -231,11 +215,11 @@ def build_trainer(
     logger.info(
         "%.2fM parameters; %s; %d classes; training on %s",
         model.num_parameters() / 1e6,
-        ", ".join(f"{len(rows)} {name}" for name, rows in data.splits.items()),
-        len(data.label_names),
+        ", ".join(f"{len(rows)} {name}" for name, rows in splits.items() if isinstance(rows, Dataset)),
+        num_classes,
         training.device,
     )
-    return trainer, dataset_class(data.splits["test"], image_processor)
+    return trainer, dataset_class(splits["test"], image_processor)
 
 
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:

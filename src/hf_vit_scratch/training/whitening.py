@@ -25,11 +25,8 @@ def whiten_patches(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> No
 
         W = R (S + e I)^(-1/2),  b = -W m,  R_ij ~ N(0, 1 / P)
 
-    for the mean m and the covariance S of the patches, flattened to P numbers.
-
-    Args:
-        model: Freshly initialised; changed in place.
-        pixel_values: (B, C, height, width), normalised: the more patches, the better, at least as many as P.
+    for the mean m and the covariance S of the patches, flattened to P numbers. The normalised pixels (B, C, height,
+    width) must hold at least P patches; more are better.
 
     Raises:
         UserError: There are fewer patches than numbers in a patch.
