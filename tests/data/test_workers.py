@@ -1,6 +1,7 @@
 """Training ends with the same bits, whether images are kept or decoded for each batch, and by how many workers."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
-STEPS = 20
+STEPS = 100 if os.environ.get("RELIABILITY") == "long" else 20
 AUGMENTATION = {
     "initial_image_size": (8, 16), "initial_image_size_fraction": 0.3, "augmentation_off_fraction": 0.2,
     "random_resized_crop_scale": 0.4, "crop_padding": 2, "horizontal_flip_prob": 0.5, "rotation_degrees": 15,
