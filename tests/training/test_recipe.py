@@ -110,6 +110,8 @@ def test_data_without_a_recipe_is_refused():
         ("learning_rat: 1", [], r"recipe\.yaml: unknown flag 'learning_rat'\. Did you mean learning_rate\?"),
         ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run train\.py --help for the flags"),
         ("1: 1", [], r"recipe\.yaml: unknown flag '1'\."),
+        ("help: []", [], r"recipe\.yaml: unknown flag 'help'\."),
+        ("weight-decay: 1", [], r"recipe\.yaml: unknown flag 'weight-decay'\. Did you mean weight_decay\?"),
         ("learning_rate: fast", [], r"argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         ("- a\n- b", [], r"recipe\.yaml: a recipe must be lines of `key: value`, got list"),
         ("", [], r"a recipe must be lines of `key: value`, got (NoneType|str)"),

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from argparse import ArgumentError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
@@ -121,6 +121,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
+    _refuse_unknown(given, names, str(recipe_path))
     recipe = Recipe()
     recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
     recipe.add(_explicit(parser, names, argv, "the command line"), "flag")
@@ -163,11 +164,10 @@ def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTS
 
 def _recipe_path(name: str) -> Path:
     shipped = {path.stem: path for path in RECIPES.glob("*.yaml")}
-    if name in shipped:
-        return shipped[name]
-    if not Path(name).is_file():
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
         raise UserError(f"{name} is neither a recipe nor a YAML file. Recipes: {', '.join(sorted(shipped))}.")
-    return Path(name)
+    return path
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -194,11 +194,14 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
         found, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(names, unset)))
     except ArgumentError as error:
         raise UserError(f"{source}: {error}. Run train.py --help for the flags.") from error
-    if unknown:
-        name = unknown[0].removeprefix("--").partition("=")[0]
-        guess = "".join(f" Did you mean {match}?" for match in difflib.get_close_matches(name, names, n=1))
-        raise UserError(f"{source}: unknown flag {name!r}.{guess} Run train.py --help for the flags.")
+    _refuse_unknown([argument.removeprefix("--").partition("=")[0] for argument in unknown], names, source)
     return {name: value for name, value in vars(found).items() if value is not unset}
+
+
+def _refuse_unknown(given: Iterable[str], names: list[str], source: str) -> None:
+    if unknown := [name for name in given if name not in names]:
+        guess = "".join(f" Did you mean {match}?" for match in difflib.get_close_matches(unknown[0], names, n=1))
+        raise UserError(f"{source}: unknown flag {unknown[0]!r}.{guess} Run train.py --help for the flags.")
 
 
 def _plain(value: Any) -> Any:

@@ -198,8 +198,7 @@ class ViTTrainer(Trainer):
         """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates."""
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            optimizer_class, options = chosen
-            self.optimizer = build_optimizer(self.model, self.args, optimizer_class, options)
+            self.optimizer = build_optimizer(self.model, self.args, *chosen)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
