@@ -158,8 +158,10 @@ def test_optimizer_decays_the_weights_of_matrices(chosen, tmp_path):
     trainer.optimizer_cls_and_kwargs = chosen
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
 
-    groups = trainer.create_optimizer().param_groups
+    optimizer = trainer.create_optimizer()
+    groups = optimizer.param_groups
 
+    assert isinstance(optimizer, torch.optim.AdamW if chosen is None else torch.optim.SGD)
     decayed = {names[id(parameter)] for group in groups if group["weight_decay"] for parameter in group["params"]}
     assert decayed == set(decayed_parameters(trainer.model))
     assert sum(len(group["params"]) for group in groups) == len(names)
