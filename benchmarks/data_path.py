@@ -39,6 +39,9 @@ from hf_vit_scratch.speed.hardware import keep_freed_memory
 
 SECONDS = 3.0  # for each part in a round
 BATCH = 64
+# Rows of a dataset: enough that no epoch ends in a measurement, where workers would wait for each other.
+PHOTOGRAPHS = 2048
+SMALL_IMAGES = 32_768
 
 
 def jpeg(pixels: np.ndarray, quality: int) -> bytes:
@@ -113,7 +116,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     yield "photograph: decode", partial(images_per_second, decode)
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
-    files = rows(photographs, 2048)  # enough that no epoch ends in a measurement: workers would wait for each other
+    files = rows(photographs, PHOTOGRAPHS)
     whole = ImageClassificationDataset(files, processor, [augment])
     mixed = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
     for number in workers:
@@ -131,7 +134,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     ]
     processor = ViTImageProcessor(size={"height": 32, "width": 32}, do_convert_rgb=True)
     crop = Augmentation((32, 32), crop_padding=4, horizontal_flip_prob=0.5)
-    files = rows(small, 32_768)
+    files = rows(small, SMALL_IMAGES)
     dataset = ImageClassificationDataset(files, processor, [crop])
     for number in workers:
         yield f"32x32: decoded for each batch, {number} workers", partial(loading, dataset, number, device)

@@ -21,6 +21,8 @@ from sklearn.datasets import load_sample_images
 from transformers.utils import logging as transformers_logging
 
 torch.set_num_threads(1)
+# Garbage collection ends the queue to a loader's worker first. The worker is then ended after so many seconds, not 5.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 datasets.disable_progress_bars()
 transformers_logging.disable_progress_bar()
 

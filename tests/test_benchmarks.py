@@ -111,7 +111,8 @@ def test_loops_take_their_steps():
 
 def test_parts_of_the_data_path_run(monkeypatch):
     monkeypatch.setattr(data_path, "SECONDS", 0.01)
-    monkeypatch.setattr(data_path, "BATCH", 4)
+    for name, number in {"BATCH": 4, "PHOTOGRAPHS": 16, "SMALL_IMAGES": 64}.items():
+        monkeypatch.setattr(data_path, name, number)
     parts = dict(data_path.parts(torch.device("cpu"), workers=[0]))
     assert len(parts) == 6
     assert all(measure() > 0 for measure in parts.values())

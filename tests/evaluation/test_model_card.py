@@ -189,9 +189,15 @@ def test_mistakes_are_drawn_each_below_its_caption(tmp_path, monkeypatch, photog
 
     plot_images(images, ["a temple", "a flower"], tmp_path / "mistakes.png")
 
-    for axes, image, caption in zip(drawn, images, ["a temple", "a flower"], strict=True):
-        np.testing.assert_array_equal(axes.images[0].get_array(), np.asarray(image))
-        assert axes.get_title() == caption
+    (axes,) = drawn
+    for shown, text, image, caption in zip(axes.images, axes.texts, images, ["a temple", "a flower"], strict=True):
+        np.testing.assert_array_equal(shown.get_array(), np.asarray(image))
+        left, right, bottom, top = shown.get_extent()
+        assert right - left == pytest.approx(2 * (bottom - top))
+        assert text.get_text() == caption
+        x, y = text.get_position()
+        assert x == pytest.approx((left + right) / 2)
+        assert y < top  # the axis points down
 
 
 def test_mistakes_that_the_run_has_drawn_are_in_the_card(finished_run, tmp_path):

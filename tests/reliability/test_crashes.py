@@ -62,20 +62,23 @@ def test_checkpoint_loses_its_checksums_before_its_files(tmp_path, monkeypatch):
     assert deleted == [("checkpoint-2", False)]
 
 
-def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, figure):
+def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, times, figure):
+    number = times(2, 3)
     argv = [*SMALL, "--max_steps", "60", "--save_strategy", "steps", "--save_steps", "20", "--eval_strategy", "no",
             "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")]  # fmt: skip
     command = [sys.executable, ROOT / "train.py", *argv]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(number)
+    ]
 
     outputs = [run.communicate(timeout=300)[0] for run in runs]
 
-    assert sorted(run.returncode for run in runs) == [0, 2, 2], outputs
+    assert sorted(run.returncode for run in runs) == [0, *[2] * (number - 1)], outputs
     for run, output in zip(runs, outputs, strict=True):
         if run.returncode:
             assert "another run is writing into" in output or "is not empty" in output
     assert (tmp_path / "run" / "checkpoint-60" / "trainer_state.json").is_file()
-    figure("3 runs started at once into one folder: one trains, two are refused")
+    figure(f"{number} runs started at once into one folder: one trains, the others are refused")
 
 
 def test_folder_is_free_after_a_run_has_failed(tmp_path):
