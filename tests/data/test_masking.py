@@ -150,7 +150,7 @@ def test_folder_without_images_is_refused(tmp_path):
 def encoder(tmp_path_factory):
     """A short run on the digits without their labels: its folder and metrics."""
     output_dir = tmp_path_factory.mktemp("masked")
-    argv = [*MASKED, "--output_dir", str(output_dir), "--num_train_epochs", "24", "--learning_rate", "4e-3",
+    argv = [*MASKED, "--output_dir", str(output_dir), "--num_train_epochs", "32", "--learning_rate", "4e-3",
             "--mask_ratio", "0.3"]  # fmt: skip
     return output_dir, train.main([*argv, "--save_steps", "0.5", "--eval_steps", "0.5"])
 
