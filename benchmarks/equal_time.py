@@ -34,7 +34,8 @@ from torch import nn
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, choose_muon_dtype
+from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_muon_dtype
+from hf_vit_scratch.speed.optimize import example_batch_for, optimize
 from hf_vit_scratch.training import steps as training_steps
 from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
 
@@ -112,9 +113,10 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
     """Return the model that `train.py` builds from the recipe and these fields. Other fields do not change a step."""
     chosen = {name: value for name, value in (RECIPE | fields).items() if hasattr(ViTScratchConfig, name)}
     config = ViTScratchConfig(**chosen | {"num_labels": 10})
-    tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
-    config._attn_implementation = choose_attention("cpu", tokens, BF16)
-    return training_steps.ViTScratchForImageClassification(config)
+    model = training_steps.ViTScratchForImageClassification(config)
+    with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
+        optimize(model, example_batch_for(model, BATCH), training=True)
+    return model
 
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:

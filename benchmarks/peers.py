@@ -7,7 +7,8 @@
 A round runs every model once, in a new order. A ratio is the peer's time divided by ours in the same round, so above 1
 ours is faster. The results are medians and quartiles over the rounds.
 
-- "ours again" is a second copy of our model. The distance of its ratio from 1 shows how far other ratios may vary by
+- "ours" is our model after `optimize`, "bare" without it.
+- "ours again" is a second copy of ours. The distance of its ratio from 1 shows how far other ratios may vary by
   chance.
 - Training is a complete step: forward, loss, backward, AdamW.
 - bf16 means autocast in training, as in the Trainer, and bfloat16 weights in inference.
@@ -49,8 +50,8 @@ from vit_pytorch import ViT as VitPytorchViT
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.conversion.bert import BertComposite
 from hf_vit_scratch.evaluation.model_card import describe_machine
-from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention, keep_freed_memory
-from hf_vit_scratch.speed.linear import use_faster_linear
+from hf_vit_scratch.speed.hardware import bf16_is_fast, keep_freed_memory
+from hf_vit_scratch.speed.optimize import optimize
 
 SECONDS_PER_MEASUREMENT = 0.4
 BUSY = 0.1  # share of the cores that others may take before the machine counts as busy
@@ -152,22 +153,22 @@ def fields(size: Size) -> dict[str, Any]:
     }
 
 
-def our_config(size: Size, attention: str) -> ViTScratchConfig:
+def our_config(size: Size) -> ViTScratchConfig:
     """Return the configuration of this package's model."""
-    return ViTScratchConfig(**fields(size) | {"norm_first": True, "attn_implementation": attention})
+    return ViTScratchConfig(**fields(size) | {"norm_first": True})
 
 
-def build_ours(size: Size, attention: str) -> nn.Module:
+def build_ours(size: Size) -> nn.Module:
     """Build the model of this package."""
-    return Logits(use_faster_linear(ViTScratchForImageClassification(our_config(size, attention))))
+    return Logits(ViTScratchForImageClassification(our_config(size)))
 
 
-def build_transformers(size: Size, attention: str) -> nn.Module:
+def build_transformers(size: Size) -> nn.Module:
     """Build `ViTForImageClassification` of transformers."""
     return Logits(ViTForImageClassification(ViTConfig(**fields(size))))
 
 
-def build_timm(size: Size, attention: str) -> nn.Module:
+def build_timm(size: Size) -> nn.Module:
     """Build `VisionTransformer` of timm."""
     return TimmViT(
         img_size=size.image_size,
@@ -179,7 +180,7 @@ def build_timm(size: Size, attention: str) -> nn.Module:
     )
 
 
-def build_torchvision(size: Size, attention: str) -> nn.Module:
+def build_torchvision(size: Size) -> nn.Module:
     """Build `VisionTransformer` of torchvision."""
     return TorchvisionViT(
         image_size=size.image_size,
@@ -192,7 +193,7 @@ def build_torchvision(size: Size, attention: str) -> nn.Module:
     )
 
 
-def build_vit_pytorch(size: Size, attention: str) -> nn.Module:
+def build_vit_pytorch(size: Size) -> nn.Module:
     """Build `ViT` of vit-pytorch."""
     return VitPytorchViT(
         image_size=size.image_size,
@@ -206,21 +207,22 @@ def build_vit_pytorch(size: Size, attention: str) -> nn.Module:
     )
 
 
-def build_bert(size: Size, attention: str) -> nn.Module:
+def build_bert(size: Size) -> nn.Module:
     """Build `BertModel` of transformers as an image classifier."""
     return BertClassifier(size)
 
 
-BUILDERS: dict[str, Callable[[Size, str], nn.Module]] = {
-    "ours": build_ours,
-    "ours again": build_ours,
+OPTIMIZED = ("ours", "ours again")
+BUILDERS: dict[str, Callable[[Size], nn.Module]] = {
+    **dict.fromkeys(OPTIMIZED, build_ours),
+    "bare": build_ours,
     "transformers": build_transformers,
     "timm": build_timm,
     "torchvision": build_torchvision,
     "vit-pytorch": build_vit_pytorch,
     "BertModel": build_bert,
 }
-PEERS = tuple(BUILDERS)[2:]
+PEERS = tuple(BUILDERS)[len(OPTIMIZED) :]
 
 
 def products(case: Case) -> list[tuple[int, int, int, int, int]]:
@@ -284,18 +286,18 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
     """Return a function that does the work of `case` once with the model called `name`."""
     torch.manual_seed(0)
     if case.precision == "default":
-        fast = name in ("ours", "ours again", "products") and bf16_is_fast(case.device)
+        fast = name in (*OPTIMIZED, "bare", "products") and bf16_is_fast(case.device)
         case = replace(case, precision="bf16" if fast else "fp32")
     if name == "products":
         return limit(case)
-    # Our model uses the attention that is chosen for the machine. The others use their own.
-    attention = choose_attention(case.device, case.size.num_tokens, case.precision == "bf16")
-    model = BUILDERS[name](case.size, attention).to(case.device)
+    model: Any = BUILDERS[name](case.size).to(case.device)
     images = torch.randn(case.batch, 3, case.size.image_size, case.size.image_size, device=case.device)
     if case.work == "inference":
         model.eval()
         if case.precision == "bf16":
             model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
+        if name in OPTIMIZED:
+            optimize(model.model, images, compile=case.compiled)
         forward = torch.compile(model) if case.compiled else model
 
         @torch.inference_mode()
@@ -305,6 +307,9 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
         return infer
 
     model.train()
+    if name in OPTIMIZED:
+        with torch.autocast(case.device, torch.bfloat16, enabled=case.precision == "bf16"):
+            optimize(model.model, images, training=True, compile=case.compiled)
     forward = torch.compile(model) if case.compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     labels = torch.randint(case.size.num_labels, (case.batch,), device=case.device)
@@ -468,7 +473,7 @@ def main() -> None:
     parser.add_argument("--skip_memory", action="store_true")
     parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
-    names = ["ours", "ours again", *args.peers, "products"]
+    names = [*OPTIMIZED, *args.peers, "products"]
     todo = list(cases(args))
     keep_freed_memory()
 

@@ -24,7 +24,8 @@ from peers import SIZES, Case, Size, build_ours, floating_point_operations, prep
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_attention
+from hf_vit_scratch.speed.hardware import bf16_is_fast
+from hf_vit_scratch.speed.optimize import optimize
 
 BASE = SIZES["32x32"]
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -55,10 +56,12 @@ def train_in_process(rank: int, world_size: int, port: int, batch: int, bf16: bo
     torch.distributed.init_process_group(
         "gloo" if on_cpu else "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    attention = choose_attention(device.type, BASE.num_tokens, bf16)
-    model = DistributedDataParallel(build_ours(BASE, attention).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     images = torch.randn(batch, 3, BASE.image_size, BASE.image_size, device=device)
+    model: Any = build_ours(BASE).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        optimize(model.model, images, training=True)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     labels = torch.randint(BASE.num_labels, (batch,), device=device)
     for step in range(STEPS + 2):
         if step == 2:

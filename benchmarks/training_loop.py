@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.speed.hardware import choose_attention, keep_freed_memory
-from hf_vit_scratch.speed.linear import use_faster_linear
+from hf_vit_scratch.speed.hardware import keep_freed_memory
+from hf_vit_scratch.speed.optimize import example_batch_for, optimize
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -114,8 +114,10 @@ def images_per_second(name: str, size: Size, batch: int, steps: int, bf16: bool,
     """Return the images per second of one run."""
     arguments_class, run = LOOPS[name]
     torch.manual_seed(0)
-    attention = choose_attention("cpu" if use_cpu else "cuda", size.num_tokens, bf16)
-    model = use_faster_linear(ViTScratchForImageClassification(our_config(size, attention)))
+    model = ViTScratchForImageClassification(our_config(size))
+    if use_cpu:  # for all loops alike; `ViTTrainer` repeats the choice
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            optimize(model, example_batch_for(model, batch), training=True)
     data = Pixels(size, batch * (steps // 2))  # two epochs
     with tempfile.TemporaryDirectory() as folder:
         args = arguments_class(

@@ -18,6 +18,7 @@ from .model.modeling_vit_scratch import (
     ViTScratchForMaskedImageModeling,
     ViTScratchModel,
 )
+from .speed.optimize import optimize
 
 __all__ = [
     "ViTScratchBackbone",
@@ -25,6 +26,7 @@ __all__ = [
     "ViTScratchForImageClassification",
     "ViTScratchForMaskedImageModeling",
     "ViTScratchModel",
+    "optimize",
 ]
 
 # exist_ok: a notebook may reload the package.

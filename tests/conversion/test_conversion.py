@@ -46,7 +46,7 @@ from hf_vit_scratch.conversion.convert import (
 from hf_vit_scratch.conversion.parity import KINDS, PEERS, SCALES, limit, measure, with_gradients_as_parameters
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.model import modeling_vit_scratch
-from hf_vit_scratch.speed.linear import use_faster_linear
+from hf_vit_scratch.speed.optimize import example_batch_for, optimize
 
 IN_TURN = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name.replace(" ", "_").replace("`", ""))
 
@@ -669,10 +669,11 @@ def test_gradients_take_the_place_of_parameters():
     assert model.weight.tolist() != [[3.0, 4.0]]
 
 
-def test_model_with_faster_linear_layers_is_converted_like_a_plain_one():
+def test_optimized_model_is_converted_like_a_plain_one():
     model = tiny_ours()
     expected = to_vit(model).state_dict()
 
-    actual = to_vit(use_faster_linear(model)).state_dict()
+    optimize(model, example_batch_for(model, 1), choice="sdpa+packed")
+    actual = to_vit(model).state_dict()
 
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

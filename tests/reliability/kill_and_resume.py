@@ -69,8 +69,10 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
 
     from hf_vit_scratch.data import dataset
     from hf_vit_scratch.model import modeling_vit_scratch
+    from hf_vit_scratch.speed import optimize
     from hf_vit_scratch.training import ema
 
+    optimize.SHARE_OF_RUN = 1.0  # so that a run as short as this one measures its speed
     dataset.DECODED_BYTES_KEPT = 0  # kept images would leave nothing to do for worker processes
     os.setsid()  # a group of its own, so that its worker processes are killed with it
     sys.stdout = sys.stderr = open(output_dir.with_suffix(".log"), "a")  # noqa: SIM115

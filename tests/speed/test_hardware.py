@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import joblib
 import pytest
 import torch
-from helpers import TINY
 
-from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.speed import hardware
 
 PAGE_FAULTS = """
@@ -66,22 +64,21 @@ def cpu(monkeypatch):
     return pretend
 
 
-def chosen(given=(), mixed_precision="no", muon=False, muon_dtype=None, **fields):
-    """The precision, the attention, and what was said of them."""
+def chosen(given=(), mixed_precision="no", muon=False, muon_dtype=None):
+    """The precision, and what was said of it."""
     bf16 = mixed_precision == "bf16"
     args = SimpleNamespace(
         device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon, muon_dtype=muon_dtype
     )
-    config = ViTScratchConfig(**TINY | {"hidden_size": 128, "num_attention_heads": 4} | fields)
-    lines = hardware.choose(args, config, set(given))
-    return args.bf16, args.mixed_precision, config._attn_implementation, " ".join(lines)
+    lines = hardware.choose(args, set(given))
+    return args.bf16, args.mixed_precision, " ".join(lines)
 
 
 @pytest.mark.parametrize("name", hardware.BF16_INSTRUCTIONS)
 def test_bf16_is_chosen_where_the_cpu_has_instructions_for_it(name, cpu):
     cpu(avx2=True, **{name: True})
 
-    bf16, mixed_precision, _, said = chosen()
+    bf16, mixed_precision, said = chosen()
 
     assert (bf16, mixed_precision) == (True, "bf16")
     assert "bf16 true" in said
@@ -106,7 +103,7 @@ def test_precision_that_accelerate_was_told_stays(cpu):
 @pytest.mark.parametrize(("instructions", "is_said"), [(True, False), (False, True)])
 def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instructions, is_said, cpu):
     cpu(avx512_bf16=instructions)
-    bf16, mixed_precision, _, said = chosen(given=["bf16"], mixed_precision="bf16")
+    bf16, mixed_precision, said = chosen(given=["bf16"], mixed_precision="bf16")
     assert (bf16, mixed_precision) == (True, "bf16")
     assert ("no instructions for it: --bf16 false is faster" in said) == is_said
 
@@ -128,21 +125,6 @@ def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, 
     assert hardware.can_compile("cpu")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not hardware.can_compile("cpu")
-
-
-def test_attention_is_eager_for_few_tokens_in_bf16_on_a_cpu(cpu):
-    cpu(avx512_bf16=True)
-    assert chosen()[2] == "eager"
-    few, many = hardware.MAX_TOKENS_FOR_EAGER, hardware.MAX_TOKENS_FOR_EAGER + 1
-    choices = [("cpu", few, True), ("cpu", many, True), ("cpu", few, False), ("cuda", few, True)]
-    assert [hardware.choose_attention(*choice) for choice in choices] == ["eager", "sdpa", "sdpa", "sdpa"]
-
-
-def test_attention_that_the_user_chose_stays(cpu):
-    cpu(avx512_bf16=True)
-    *_, attention, said = chosen(given=["attn_implementation"])
-    assert attention != "eager"
-    assert "attn" not in said
 
 
 def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch):

@@ -16,6 +16,7 @@ from test_train_script import ROOT, SMALL, train
 from test_trainer import EarlierIsBetter, make_trainer
 
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.speed import optimize
 
 
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
@@ -168,3 +169,16 @@ def test_time_spent_counts_on_in_a_resumed_run(tmp_path):
     resumed.train(resume_from_checkpoint=str((tmp_path / "last").resolve()))
 
     assert resumed.clock.seconds_before == spent
+
+
+def test_resumed_run_repeats_the_choice_of_speed(tmp_path, monkeypatch):
+    argv = [*SMALL, "--output_dir", str(tmp_path), "--eval_strategy", "no", "--load_best_model_at_end", "false",
+            "--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4"]  # fmt: skip
+    monkeypatch.setattr(optimize, "_choose", lambda *args: ("sdpa+joined", {"sdpa": 1.0, "sdpa+joined": 0.5}))
+    train.main(argv)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    monkeypatch.setattr(optimize, "_choose", lambda *args: pytest.fail("the choice was made anew"))
+
+    train.main([*argv, "--resume_from_checkpoint", "true"])
+
+    assert "sdpa+joined 0.50\nspeed_choice: sdpa+joined\n" in (tmp_path / "recipe.yaml").read_text()

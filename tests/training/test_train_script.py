@@ -73,7 +73,6 @@ def test_run_leaves_its_results(run):
 
 def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(steps, "onednn_is_faster", lambda: True)
     dtypes = set()
 
     def remember(module, args, output):
@@ -89,8 +88,7 @@ def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch)
     assert torch.bfloat16 in dtypes
     text = (tmp_path / "run" / "recipe.yaml").read_text()
     assert "# chosen: bf16 true" in text
-    assert "# chosen: attn_implementation eager" in text
-    assert "# chosen: oneDNN for linear layers" in text
+    assert "# the fastest on this machine\nspeed_choice: sdpa\n" in text
 
 
 def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):

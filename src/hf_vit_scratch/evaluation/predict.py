@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
 from ..errors import UserError, blame_the_files
-from ..speed.linear import use_faster_linear
+from ..speed.optimize import example_batch_for, optimize
 
 PROGRAM = "vit-scratch predict"
 
@@ -111,7 +111,6 @@ def load_classifier(model: str, device: str | None = None) -> ImageClassificatio
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # transformers has filled them with random numbers
         raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
-    use_faster_linear(classifier)
     return pipeline("image-classification", model=classifier, image_processor=image_processor, device=device)
 
 
@@ -131,6 +130,8 @@ def predict(
         For each path, in order, `image`, the path, and either `predictions`, each with `label` and `score`, or
         `error`, the reason why it cannot be decoded.
     """
+    if hasattr(classifier.model.config, "image_height_width"):  # a model of this package
+        optimize(classifier.model, example_batch_for(classifier.model, batch_size), images=len(paths))
     batches = _PreparedBatches(paths, batch_size, classifier.image_processor, classifier.model.dtype)
     for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
         logits = iter(classifier.forward(inputs)["logits"] if inputs else ())

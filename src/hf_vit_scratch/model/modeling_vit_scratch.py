@@ -462,7 +462,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             )
         create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
         mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache, no second sequence
-        options: dict[str, Any] = {**kwargs, "attn_implementation": config._attn_implementation}
+        options: dict[str, Any] = {**kwargs, "attn_implementation": "eager"} if output_attentions else {**kwargs}
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)

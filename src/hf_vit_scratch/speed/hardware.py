@@ -1,4 +1,4 @@
-"""Memory, threads, precision and attention for the machine that a run is on, unless the user has chosen."""
+"""Memory, threads and precision for the machine that a run is on, unless the user has chosen."""
 
 import ctypes
 import os
@@ -15,10 +15,6 @@ import torch
 
 # Of mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-
-DEFAULT_ATTENTION = "sdpa"  # of transformers
-# Up to so many tokens eager attention is chosen on a CPU in bfloat16: it is faster, and takes more memory.
-MAX_TOKENS_FOR_EAGER = 577
 # Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
@@ -67,20 +63,15 @@ def can_compile(device: str) -> bool:
     return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def choose_attention(device: str, num_tokens: int, bf16: bool) -> str:
-    """Return the value of `attn_implementation` that is fastest for so many tokens on this type of device."""
-    return "eager" if device == "cpu" and bf16 and num_tokens <= MAX_TOKENS_FOR_EAGER else DEFAULT_ATTENTION
-
-
 def choose_muon_dtype(device: str) -> str:
     """Return the value of `muon_dtype` that is fastest on this type of device: bfloat16, torch's own, or float32."""
     return "bfloat16" if bf16_is_fast(device) else "float32"
 
 
-def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
-    """Set the precisions, the attention and the threads that suit the machine, and return what was chosen and why.
+def choose(training_args: Any, given: Set[str]) -> list[str]:
+    """Set the precisions and the threads that suit the machine, and return what was chosen and why.
 
-    `ViTTrainingArguments` and `ViTScratchConfig` are changed in place. The flags that the user has `given` stay.
+    `ViTTrainingArguments` are changed in place. The flags that the user has `given` stay.
     """
     device, choices = training_args.device.type, []
     # What `accelerate launch` was told is a choice, too.
@@ -93,11 +84,6 @@ def choose(training_args: Any, config: Any, given: Set[str]) -> list[str]:
         training_args.muon_dtype = choose_muon_dtype(device)
         if not bf16_is_fast(device):
             choices.append(f"muon_dtype float32: this {device} has no instructions for bfloat16")
-    tokens = config.num_prefix_tokens + config.grid_size[0] * config.grid_size[1]
-    attention = choose_attention(device, tokens, training_args.bf16)
-    if "attn_implementation" not in given and attention != DEFAULT_ATTENTION:
-        config._attn_implementation = attention
-        choices.append(f"attn_implementation {attention}: the fastest for {tokens} tokens in bf16")
     if device == "cpu" and use_no_more_threads_than_cores():
         choices.append(f"{torch.get_num_threads()} threads: as many cores as this process may use")
     return choices

@@ -49,7 +49,7 @@ class ModelArguments:
     classifier_hidden_size: int | None = flag(None, "Hidden layer before the classifier.")
     classifier_act: str | None = flag(None, "Activation of that hidden layer.")
     attn_implementation: str | None = flag(
-        None, "eager, sdpa, flex_attention or flash_attention_2; transformers chooses by default."
+        None, "eager, sdpa, flex_attention or flash_attention_2; by default what --speed_choice measures."
     )
 
 
@@ -89,6 +89,10 @@ class ViTTrainingArguments(TrainingArguments):
     muon_learning_rate: float | None = flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
     muon_dtype: str | None = flag(
         None, f"Precision of Muon's products, {' or '.join(MUON_DTYPES)}; what is faster on the machine."
+    )
+    speed_choice: str = flag(
+        "auto",
+        "auto measures which of equal layers are the fastest; plain; or the choice of a run, such as sdpa+joined.",
     )
     layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's.")
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")

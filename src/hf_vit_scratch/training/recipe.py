@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
 FACTS = "_run.json"  # a name that begins with "_" is never pushed
 
-Origin = Literal["recipe", "flag", "images"]
+Origin = Literal["recipe", "flag", "images", "machine"]
 
 
 @dataclass(frozen=True)

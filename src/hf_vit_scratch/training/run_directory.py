@@ -58,7 +58,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     """Return the checkpoint to continue from, after making sure that no other run is overwritten.
 
     `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`. The recipe
-    is compared with that of the run, and takes over what that run chose for its images.
+    is compared with that of the run, and takes over what that run chose.
 
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
@@ -81,7 +81,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
             f"{checkpoint} belongs to a run with another recipe: {listed}. Repeat the run's own command, which "
             f"{checkpoint.parent / RECIPE} begins with, and add --resume_from_checkpoint true."
         )
-    chosen = {name: setting for name, setting in begun.settings.items() if setting.origin == "images"}
+    chosen = {name: setting for name, setting in begun.settings.items() if setting.origin in ("images", "machine")}
     recipe.settings |= {name: setting for name, setting in chosen.items() if name not in recipe.settings}
     recipe.images = begun.images
     return checkpoint

@@ -33,7 +33,6 @@ from ..model.modeling_vit_scratch import (
     ViTScratchPreTrainedModel,
 )
 from ..speed import hardware
-from ..speed.linear import onednn_is_faster
 from . import auto_config
 from .arguments import Arguments, ModelArguments, refuse_labels, refuse_whole_data, set_fields
 from .recipe import Recipe, model_config
@@ -85,7 +84,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         The model's configuration, and the saved model to start from; `None` for random weights.
     """
     training = args.training
-    set_fields(args, recipe.values("images"))  # of the run that is resumed
+    set_fields(args, recipe.values("images", "machine"))  # of the run that is resumed
     if not args.data.streaming:
         images = fingerprint(splits)
         if recipe.images not in ("", images):
@@ -98,11 +97,9 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     if training.fit_to_images:
         auto_config.fit_sizes(args, splits["train"], recipe)
     config, start = model_config(args.model, splits["validation"].features["label"].names)
-    recipe.machine = hardware.choose(training, config, recipe.settings.keys())
-    if training.device.type == "cpu" and onednn_is_faster():
-        recipe.machine.append(
-            "oneDNN for linear layers: faster here than MKL; torch.backends.mkldnn.enabled = False forbids it"
-        )
+    recipe.machine = hardware.choose(training, recipe.settings.keys())
+    if args.model.attn_implementation is not None:
+        training.speed_choice = "plain"
     if training.fit_to_images:
         auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine), ("images", recipe.choices())):
@@ -228,6 +225,11 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     If SIGTERM stopped the training, the process ends.
     """
     training = trainer.args
+    if trainer.speed is not None and "speed_choice" not in recipe.settings:
+        ratios = "".join(f", {name} {ratio:.2f}" for name, ratio in trainer.speed.ratios.items())
+        reason = "the fastest on this machine" + (f"; time relative to the plain model{ratios}" if ratios else "")
+        logger.info("Chosen for the machine: speed_choice %s, %s", trainer.speed.choice, reason)
+        recipe.add({"speed_choice": trainer.speed.choice}, "machine", reason)
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
     with blame_the_user(until=lambda: trainer.has_started):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, has_length
 
 from ..data.dataset import BatchTransform, ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -26,9 +26,8 @@ from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
 from ..evaluation.model_card import make_card, make_short_card
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
-from ..speed.compiling import compile_layers, has_equal_layers
 from ..speed.hardware import keep_freed_memory
-from ..speed.linear import use_faster_linear
+from ..speed.optimize import Optimization, example_batch_for, has_equal_layers, optimize
 from .arguments import ViTTrainingArguments
 from .checkpointing import (
     delete_checkpoint,
@@ -112,7 +111,7 @@ class ViTTrainer(Trainer):
     args: ViTTrainingArguments
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    _layers_are_compiled = False  # the stock constructor calls `call_model_init`, which reads it
+    speed: Optimization | None = None  # the stock constructor calls `call_model_init`, which reads it
 
     def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
         training_args = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -136,10 +135,7 @@ class ViTTrainer(Trainer):
         self._save_total_limit: int | None = None
         self._images_in_step = self._batches_in_step = 0
         self._images, self._logged_time = 0, 0.0  # images since the last log, and when that was
-        use_faster_linear(self.model)
-        if self.args.torch_compile and has_equal_layers(self.model):
-            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
-            self._layers_are_compiled = self._compile_layers(self.model)
+        self.speed = self._optimize(self.model, self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
@@ -189,9 +185,9 @@ class ViTTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make a model by `model_init`, with the same speed-ups as the first one."""
-        model = use_faster_linear(super().call_model_init(trial))
-        if self._layers_are_compiled:
-            self._compile_layers(model)
+        model = super().call_model_init(trial)
+        if self.speed is not None:  # not before the first one is optimized
+            self._optimize(model, self.speed.choice)
         return model
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -427,10 +423,27 @@ class ViTTrainer(Trainer):
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
 
-    def _compile_layers(self, model: nn.Module) -> bool:
-        backend, mode = cast(str, self.args.torch_compile_backend), self.args.torch_compile_mode
-        return compile_layers(model, self.args.device.type, backend, mode)
+    def _optimize(self, model: Any, choice: str) -> Optimization | None:
+        """Make the model fast for training on this machine; models of other libraries stay as they are."""
+        args, steps, compile_options = self.args, self.args.max_steps, {}
+        if not hasattr(model.config, "image_height_width"):
+            return None
+        if args.torch_compile and has_equal_layers(model):
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
+            compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        images = steps * args.train_batch_size if steps > 0 else math.inf
+        if steps <= 0 and (self.train_dataset is None or has_length(self.train_dataset)):
+            images = args.num_train_epochs * len(self.train_dataset or ())
+        pixels = example_batch_for(model, max(1, args.train_batch_size)).to(args.device)
+        with self.accelerator.autocast():
+            speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
+        if compile_options and not speed.compiled:
+            logger.warning(
+                "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt "
+                "install g++ python3-dev). Training continues without it, and takes longer."
+            )
+        return speed
 
     def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
-        eager = self._layers_are_compiled and condition
+        eager = self.speed is not None and self.speed.compiled and condition
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()

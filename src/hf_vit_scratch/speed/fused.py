@@ -1,0 +1,222 @@
+"""Faster forwards of the model's parts on a CPU, equal to the plain ones up to rounding.
+
+Each function takes the place of a module's `forward`. It calls the plain one if something is not as it expects: an
+adapter, a hook, a quantized weight, a mask, another device, a compiler. It decides at every call, because adapters and
+hooks may come later. `attention_forward` and `mlp_forward` are for training, `layer_forward` is for inference.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: PositionEmbeddings = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return `ViTScratchAttention.forward`, with one product for query, key and value."""
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    special = attention_mask is not None or kwargs or self.is_causal
+    drops = self.training and self.config.attention_probs_dropout_prob > 0
+    if special or drops or not _are_plain(hidden_states, (*projections, self.o_proj), (self.q_norm, self.k_norm)):
+        return type(self).forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
+    if torch.is_autocast_enabled("cpu"):  # which would cast the hidden states three times
+        hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
+    weight = torch.cat([projection.weight for projection in projections])
+    bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in projections])
+    joined = _linear(hidden_states, weight, bias, self.products)
+    context = _attention(joined, self, position_embeddings)
+    return _linear(context, self.o_proj.weight, self.o_proj.bias, self.products), None
+
+
+def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """Return `ViTScratchMLP.forward`, with the products of the chosen library."""
+    if not _are_plain(hidden_states, (self.fc1, self.fc2)):
+        return type(self).forward(self, hidden_states)
+    hidden_states = self.activation(_linear(hidden_states, self.fc1.weight, self.fc1.bias, self.products))
+    return _linear(hidden_states, self.fc2.weight, self.fc2.bias, self.products)
+
+
+def layer_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: PositionEmbeddings = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return `ViTScratchLayer.forward` of inference, with packed weights.
+
+    Parameters are copied at the first call, and again when one of them has another storage or version.
+    """
+    x, part, mlp, norms = hidden_states, self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
+    linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
+    special = attention_mask is not None or kwargs or part.is_causal
+    trains = self.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    others = (*norms, part.q_norm, part.k_norm, part, mlp, mlp.activation)
+    can_be_packed = x.dtype == part.o_proj.weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    if special or trains or not can_be_packed or not _are_plain(x, linear, others):
+        self.packed = None
+        return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
+    copied = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
+    state = [(parameter.data_ptr(), parameter._version) for parameter in copied]
+    if self.packed is None or self.packed.state != state:
+        self.packed = _PackedWeights(state, linear, tokens=x.shape[0] * x.shape[1])
+    qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = self.packed.bias, self.packed.weights
+
+    product, product_and_sum = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._linear_pointwise.binary
+    h = norms[0](x) if self.norm_first else x
+    context = _attention(product(h, qkv_weight, qkv_bias, "none", [], ""), part, position_embeddings)
+    x = product_and_sum(context, x, o_weight, part.o_proj.bias, "add")
+    x = x if self.norm_first else norms[0](x)
+    h = norms[1](x) if self.norm_first else x
+    gelu = type(mlp.activation).__name__ == "GELUActivation"
+    h = product(h, fc1_weight, mlp.fc1.bias, "gelu" if gelu else "none", [], "none" if gelu else "")
+    x = product_and_sum(h if gelu else mlp.activation(h), x, fc2_weight, mlp.fc2.bias, "add")
+    return x if self.norm_first else norms[1](x), None
+
+
+def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddings) -> Tensor:
+    """Return multi-head attention of joined queries, keys and values.  (B, N, 3 D) -> (B, N, D)."""
+    width = joined.shape[2] // 3
+    pair, value = joined.split((2 * width, width), dim=2)
+    pair = pair.unflatten(2, (2, -1, module.head_dim)).permute(2, 0, 3, 1, 4).contiguous()  # (2, B, H, N, K)
+    value = value.unflatten(2, (-1, module.head_dim)).transpose(1, 2).contiguous()  # (B, H, N, K)
+    if isinstance(module.q_norm, nn.RMSNorm):
+        weight = torch.stack((module.q_norm.weight, module.k_norm.weight))[:, None, None, None]
+        pair = _RMSNorm.apply(pair, weight.to(pair.dtype), module.q_norm.eps)
+    if position_embeddings is not None:
+        pair = _Rotation.apply(pair, *(table.to(pair.dtype) for table in position_embeddings))
+    if module.config._attn_implementation == "eager":
+        return _EagerAttention.apply(pair, value, module.head_dim**-0.5)
+    return F.scaled_dot_product_attention(pair[0], pair[1], value).transpose(1, 2).flatten(2)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`nn.RMSNorm` of queries and keys together.  (2, B, H, N, K) -> (2, B, H, N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = (pair.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = pair * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        weight_grad = (grad * normed).sum((1, 2, 3), keepdim=True)
+        normed_grad = grad * weight
+        mean = (normed_grad * normed).mean(-1, keepdim=True)
+        return normed_grad.addcmul_(normed, mean, value=-1).mul_(scale), weight_grad, None
+
+
+class _Rotation(torch.autograd.Function):
+    """`apply_rotary_pos_emb` of queries and keys together.  (2, B, H, N, K) -> (2, B, H, N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(pair, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), result = pair.chunk(2, dim=-1), torch.empty_like(pair)
+    new_first, new_second = result.chunk(2, dim=-1)
+    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=new_second).addcmul_(first, sin)
+    return result
+
+
+class _EagerAttention(torch.autograd.Function):
+    """`eager_attention_forward` in the precision of its input.  (2, B, H, N, K), (B, H, N, K) -> (B, N, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key = pair.flatten(1, 2).unbind()  # each (B H, N, K)
+        with torch.autocast("cpu", enabled=False):  # or softmax would compute and store float32
+            scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scaling)
+            attn_weights = scores.softmax(dim=-1)
+            context = torch.bmm(attn_weights, value.flatten(0, 1))
+        ctx.save_for_backward(pair, value, attn_weights)
+        ctx.scaling = scaling
+        return context.view(value.shape).transpose(1, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        pair, value, attn_weights = ctx.saved_tensors
+        query, key = pair.flatten(1, 2).unbind()
+        pair_grad, nothing = torch.empty_like(pair), query.new_empty(())
+        query_grad, key_grad = pair_grad.flatten(1, 2).unbind()
+        batch, num_heads, tokens, head_dim = value.shape
+        grad = grad.view(batch, tokens, num_heads, head_dim).transpose(1, 2).reshape(-1, tokens, head_dim)
+        weights_grad = torch.bmm(grad, value.flatten(0, 1).mT)
+        scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, attn_weights, -1, attn_weights.dtype)
+        torch.baddbmm(nothing, scores_grad, key, beta=0, alpha=ctx.scaling, out=query_grad)
+        torch.baddbmm(nothing, scores_grad.mT, query, beta=0, alpha=ctx.scaling, out=key_grad)
+        return pair_grad, torch.bmm(attn_weights.mT, grad).view(value.shape), None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Tensor:
+    """Return a linear layer's output, through the library that torch chooses, or through oneDNN's convolution."""
+    if products != "convolution":
+        return F.linear(x, weight, bias)
+    # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and N wide.
+    image = x.transpose(1, 2).unsqueeze(2)  # (B, D, 1, N)
+    return F.conv2d(image, weight[:, :, None, None], bias).squeeze(2).transpose(1, 2)
+
+
+class _PackedWeights:
+    """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
+
+    def __init__(self, state: list[tuple[int, int]], linear: tuple[nn.Linear, ...], tokens: int):
+        self.state, (query, key, value, *others) = state, linear
+        joined = torch.cat([layer.weight for layer in (query, key, value)])
+        weights = (joined, *(layer.weight for layer in others))
+        self.bias = None if query.bias is None else torch.cat([layer.bias for layer in (query, key, value)])
+        self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
+        return type(None), ()
+
+
+def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:
+    """Return whether these modules do what their classes say, on a CPU, and nothing watches or traces them."""
+    if (
+        type(x) is not Tensor
+        or not x.is_cpu
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for module in linear:
+        weight = module.weight
+        if type(module) is not nn.Linear or type(weight) not in (nn.Parameter, Tensor) or weight.is_inference():
+            return False
+    for module in (*linear, *others):
+        state = module.__dict__
+        hooks = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
+        if hooks or state["_backward_pre_hooks"] or "forward" in state:
+            return False
+    return True

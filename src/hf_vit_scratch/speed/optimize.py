@@ -1,0 +1,287 @@
+"""Choose the fastest of equal forwards by measuring them on this machine.
+
+A choice is the name of an attention, alone or with the way in which the layers multiply: `"eager"`, `"sdpa+packed"`.
+The attention alone is the plain model.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from timeit import timeit
+from types import MethodType
+from typing import Any, NoReturn, cast
+
+import joblib
+import torch
+from accelerate.utils import broadcast_object_list, reduce
+from huggingface_hub.constants import HF_HOME
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import fused
+from .hardware import can_compile
+
+CACHE = Path(HF_HOME) / "hf_vit_scratch" / "speed.json"
+ATTENTIONS = ("eager", "sdpa")
+MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
+# The faster forwards of each class of the model. Models loaded with remote code have classes of the same names.
+FORWARDS: dict[str, dict[str, Callable[..., Any]]] = {
+    "joined": {"ViTScratchAttention": fused.attention_forward},
+    "convolution": {"ViTScratchAttention": fused.attention_forward, "ViTScratchMLP": fused.mlp_forward},
+    "packed": {"ViTScratchLayer": fused.layer_forward},
+}
+TRAINING, INFERENCE = ("joined", "convolution"), ("packed",)
+SECONDS = 4.0  # for all measurements together; the last round may take longer
+SHARE_OF_RUN = 0.02  # of the time that the run will take
+MIN_ROUNDS, MAX_ROUNDS = 3, 21
+CLEARLY_SLOWER, CLEARLY_FASTER = 1.15, 0.98
+
+
+@dataclass
+class Optimization:
+    """What `optimize` has done to a model.
+
+    Args:
+        model, choice: The model and the name of the choice, which `optimize(..., choice=...)` repeats.
+        ratios: Time of each measured candidate divided by that of the model as it was; empty without a measurement.
+        attention: The attention that the model had.
+        compiled: Whether its layers are compiled.
+    """
+
+    model: PreTrainedModel
+    choice: str
+    ratios: dict[str, float]
+    attention: str
+    compiled: bool = False
+
+    def undo(self) -> None:
+        """Make the model plain again, but for compiled layers."""
+        _apply(self.model, self.attention)
+
+
+def optimize(
+    model: PreTrainedModel,
+    example_batch: Tensor,
+    training: bool = False,
+    compile: bool | dict[str, Any] = False,
+    *,
+    choice: str = "auto",
+    images: float = math.inf,
+) -> Optimization:
+    """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
+
+    Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
+    repeats the choice of an earlier call with the same sizes. Elsewhere it changes nothing. Parameters, their names,
+    hooks, adapters and exports work as before. In a distributed run, call it in all processes.
+
+    For inference, weights are packed. In-place changes through `weight.data` of the same storage, such as merging an
+    adapter, leave no trace: call `undo()` first.
+
+    Args:
+        model: A model of this package, also one that was loaded with remote code.
+        example_batch: Pixels of the size that the model will see, (B, C, height, width), on its device.
+        training: Whether the model will be trained.
+        compile: Whether to compile the layers, or options of `torch.compile`. Only the attention is then chosen.
+        choice: A name to repeat a choice, `"plain"` to change nothing, or `"auto"` to measure.
+        images: Number of images that the model will see. A short run is not worth a measurement.
+
+    Raises:
+        ValueError: There is no such choice.
+    """
+    attention, ratios = cast(str, model.config._attn_implementation), dict[str, float]()
+    _apply(model, attention)
+    if choice == "auto":
+        choice, ratios = _choose(model, example_batch, training, bool(compile), images)
+    elif choice == "plain":
+        choice = attention
+    elif choice.partition("+")[0] not in ATTENTIONS or choice.partition("+")[2] not in ("", *FORWARDS):
+        ways = ", ".join(f"{attention}+{way}" for way, attention in product(FORWARDS, ATTENTIONS))
+        raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(ATTENTIONS)}, {ways}.")
+    _apply(model, choice)
+    options = {"backend": "inductor", **(compile if isinstance(compile, dict) else {})}
+    compiled = bool(compile) and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
+    if compiled:
+        for layer in _layers(model):
+            layer.compile(dynamic=False, **options)
+    return Optimization(model, choice, ratios, attention, compiled)
+
+
+def example_batch_for(model: PreTrainedModel, batch_size: int) -> Tensor:
+    """Return pixels of the size, dtype and device of a model, to be given to `optimize`."""
+    config = model.config
+    shape = (batch_size, config.num_channels, *config.image_height_width)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+
+def has_equal_layers(model: nn.Module) -> bool:
+    """Return whether one compiled layer serves all; layers with different stochastic depth need one each."""
+    return len({layer.drop_path.drop_prob for layer in _layers(model)}) == 1
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__ == "ViTScratchLayer"]
+
+
+def _apply(model: nn.Module, choice: str) -> None:
+    """Make a model plain, and then what the choice says."""
+    attention, _, way = choice.partition("+")
+    for module in cast(Iterable[Any], model.modules()):
+        forward = vars(module).get("forward")
+        if getattr(forward, "__func__", None) in (fused.attention_forward, fused.mlp_forward, fused.layer_forward):
+            del module.forward, module.products, module.packed
+        faster = FORWARDS.get(way, {}).get(type(module).__name__)
+        if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
+            module.forward = MethodType(faster, module)
+            module.products, module.packed = way, None
+        if hasattr(module, "config"):
+            module.config._attn_implementation = attention
+
+
+def _candidates(device: torch.device, attention: str, training: bool, compile: bool) -> list[str]:
+    """Return the names to choose from; none where nothing is measured."""
+    if device.type != "cpu" or attention not in ATTENTIONS:
+        return []
+    ways: tuple[str, ...] = TRAINING if training else INFERENCE
+    if compile or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        ways = ()
+    return [*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(ways, ATTENTIONS))]
+
+
+class _CapturedError(Exception):
+    pass
+
+
+def _first_layer(model: nn.Module, example_batch: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the first layer, and the arguments that the model calls it with."""
+    layer = _layers(model)[0]
+
+    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise _CapturedError(args, kwargs)
+
+    hook = layer.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(example_batch)
+    except _CapturedError as captured:
+        return layer, *captured.args
+    finally:
+        hook.remove()
+    raise AssertionError("the model has called no layer")
+
+
+def _choose(
+    model: PreTrainedModel, example_batch: Tensor, training: bool, compile: bool, images: float
+) -> tuple[str, dict[str, float]]:
+    """Return the fastest choice, and the time of each relative to the plain model, if they were measured."""
+    plain = cast(str, model.config._attn_implementation)
+    names = _candidates(example_batch.device, plain, training, compile)
+    if not names or not images:
+        return plain, {}
+    start = time.perf_counter()
+    layer, (hidden_states, *args), kwargs = _first_layer(model, example_batch)
+    if hidden_states.shape[1] > MOST_EAGER_TOKENS:
+        names = [name for name in names if not name.startswith("eager") or name == plain]
+    key = _cache_key(layer, hidden_states, names, training)
+    known = _of_first_process(_read_cache().get(key))
+    if known is not None:
+        return known, {}
+
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+        layers = {name: copy.deepcopy(layer).train(training) for name in names}
+        for name, candidate in layers.items():
+            _apply(candidate, name)
+        step = _step(layers[plain], hidden_states, args, kwargs)
+        step()
+        once = timeit(step, number=1)
+        run = once * model.config.num_hidden_layers * images / len(example_batch)
+        seconds = min(SECONDS, SHARE_OF_RUN * run)
+        fitting = _of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
+        if fitting < 1:
+            return plain, {}
+        steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
+        times = _measure(steps, start + seconds)
+    medians = torch.tensor([statistics.median(times[name]) for name in names])
+    if _is_distributed():
+        medians = cast(Tensor, reduce(medians, "mean"))
+    ratios = dict(zip(names, (medians / medians[names.index(plain)]).tolist(), strict=True))
+    best = min(names, key=ratios.__getitem__)
+    chosen = best if ratios[best] < CLEARLY_FASTER else plain
+    _write_cache(key, chosen)
+    return chosen, ratios
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _of_first_process(value: Any) -> Any:
+    values = [value]
+    if _is_distributed():
+        broadcast_object_list(values)
+    return values[0]
+
+
+def _step(layer: nn.Module, hidden_states: Tensor, args: list[Any], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that calls a layer once, and in training its gradients as well."""
+    x = hidden_states.detach().clone().requires_grad_(layer.training)
+
+    def step() -> None:
+        output = layer(x, *args, **kwargs)[0]
+        if layer.training:
+            output.backward(torch.ones_like(output))
+            layer.zero_grad()
+            x.grad = None
+
+    return step
+
+
+def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, list[float]]:
+    """Return the seconds of each step in each round. One that is clearly slower is left out of further rounds."""
+    order = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    shuffle = random.Random(0).shuffle
+    for step in steps.values():
+        step()  # allocates memory
+    for number in range(1, MAX_ROUNDS + 1):
+        shuffle(order)
+        for name in order:
+            times[name].append(timeit(steps[name], number=1))
+        medians = {name: statistics.median(times[name]) for name in order}
+        order = [name for name in order if medians[name] < CLEARLY_SLOWER * min(medians.values())]
+        if len(order) == 1 or (number >= MIN_ROUNDS and time.perf_counter() > deadline):
+            break
+    return times
+
+
+def _cache_key(layer: Any, x: Tensor, names: list[str], training: bool) -> str:
+    """Return what a choice depends on: the machine, the versions, the sizes, and the options of a layer."""
+    fields = "num_attention_heads intermediate_size hidden_act qk_norm norm_first is_causal position_embedding_type"
+    machine = (torch.cpu.get_capabilities().get("cpu_name"), joblib.cpu_count(), torch.get_num_threads())
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    options = (getattr(layer.attention.config, field) for field in fields.split())
+    facts = (*machine, torch.__version__, *x.shape, x.dtype, autocast, training, *options, *names)
+    return " ".join(map(str, facts))
+
+
+def _read_cache() -> dict[str, str]:
+    try:
+        return json.loads(CACHE.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or it is damaged
+        return {}
+
+
+def _write_cache(key: str, choice: str) -> None:
+    aside = CACHE.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):  # a home that cannot be written to
+        CACHE.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(_read_cache() | {key: choice}, indent=1), encoding="utf-8")
+        aside.replace(CACHE)

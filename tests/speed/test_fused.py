@@ -1,0 +1,262 @@
+"""The faster forwards equal the plain ones, and step aside for whatever is not plain."""
+
+import copy
+
+import pytest
+import torch
+from helpers import TINY, randomize_
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_vit_scratch import (
+    ViTScratchBackbone,
+    ViTScratchConfig,
+    ViTScratchForImageClassification,
+    ViTScratchForMaskedImageModeling,
+)
+from hf_vit_scratch.speed import fused
+from hf_vit_scratch.speed.optimize import optimize
+
+PIXELS = torch.empty(3, 3, 16, 24)
+TRAINING = ["eager+joined", "sdpa+joined", "eager+convolution", "sdpa+convolution"]
+INFERENCE = ["eager+packed", "sdpa+packed"]
+STYLES = pytest.mark.parametrize(
+    "fields",
+    [
+        {"norm_first": True},
+        {"norm_first": False},
+        {"position_embedding_type": "rope2d"},
+        {"qk_norm": True, "qkv_bias": False},
+        {"position_embedding_type": "rope2d", "qk_norm": True, "hidden_act": "gelu_new"},
+    ],
+    ids=["pre-LN", "post-LN", "rope2d", "qk_norm", "rope2d and qk_norm"],
+)
+
+
+@pytest.fixture(autouse=True)
+def _needs_onednn():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+
+
+def build(model_class=ViTScratchForImageClassification, dtype=torch.float32, **fields):
+    config = ViTScratchConfig(**TINY | fields)
+    return randomize_(model_class(config), 0.3).to(dtype)
+
+
+def pair(choice, **options):
+    """A plain model, with the attention of the choice, and a copy that is optimized."""
+    plain = build(**options)
+    plain.config._attn_implementation = choice.partition("+")[0]
+    fast = copy.deepcopy(plain)
+    optimize(fast, PIXELS, training=choice in TRAINING, choice=choice)
+    return plain, fast
+
+
+def gradients(model, pixels, autocast=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(pixels)
+    tensors = output.feature_maps if hasattr(output, "feature_maps") else [output[0]]
+    loss = sum((tensor.double() * torch.linspace(-1, 1, tensor.numel()).view_as(tensor)).sum() for tensor in tensors)
+    loss.backward()
+    return [tensors[-1].detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@STYLES
+@pytest.mark.parametrize("choice", TRAINING)
+def test_outputs_and_gradients_are_the_same(choice, fields):
+    plain, fast = pair(choice, dtype=torch.float64, **fields)
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64)
+
+    expected, actual = gradients(plain, pixels), gradients(fast, pixels)
+
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("model_class", [ViTScratchForMaskedImageModeling, ViTScratchBackbone])
+@pytest.mark.parametrize("choice", TRAINING)
+def test_outputs_and_gradients_of_the_other_classes_are_the_same(choice, model_class):
+    plain, fast = pair(choice, model_class=model_class, dtype=torch.float64)
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64)
+    for one, other in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@STYLES
+@pytest.mark.parametrize("choice", TRAINING)
+def test_gradients_under_autocast_are_as_near_to_exact_ones_as_the_plain_models(choice, fields):
+    plain, fast = pair(choice, **fields)
+    pixels = torch.randn_like(PIXELS)
+    exact = gradients(copy.deepcopy(plain).double(), pixels.double())
+
+    def error(model):
+        found = gradients(model, pixels, autocast=True)
+        return sum((one.double() - other).norm() / other.norm() for one, other in zip(found, exact, strict=True))
+
+    assert error(fast) < 1.5 * error(plain)
+
+
+@STYLES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("choice", INFERENCE)
+def test_packed_weights_give_the_same_outputs_for_every_batch(choice, dtype, fields):
+    plain, fast = (model.eval() for model in pair(choice, dtype=dtype, **fields))
+    for number in (3, 1, 7):
+        pixels = torch.randn(number, 3, 16, 24, dtype=dtype)
+        with torch.inference_mode():
+            expected, actual = plain(pixels).logits, fast(pixels).logits
+        assert fast.vit.layers[0].packed is not None
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+@torch.no_grad()
+def test_packed_weights_follow_the_models():
+    plain, fast = (model.eval() for model in pair("eager+packed"))
+    pixels = torch.randn_like(PIXELS)
+    fast(pixels)
+    other = build()
+    other.config._attn_implementation = "eager"
+
+    fast.load_state_dict(other.state_dict())
+    torch.testing.assert_close(fast(pixels).logits, other.eval()(pixels).logits, rtol=1e-5, atol=1e-5)
+    for model in (fast, other):
+        model.vit.layers[1].attention.k_proj.bias.mul_(2)
+        model.vit.layers[1].attention.v_proj.bias.add_(1)
+    torch.testing.assert_close(fast(pixels).logits, other(pixels).logits, rtol=1e-5, atol=1e-5)
+    copied = copy.deepcopy(fast)
+    copied.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(copied(pixels).logits, plain(pixels).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fast(pixels).logits, other(pixels).logits, rtol=1e-5, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    """A linear layer with something more, as adapters are."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def double_a_layer(model):
+    for layer in model.vit.layers:
+        for part, name in ((layer.attention, "v_proj"), (layer.mlp, "fc1")):
+            old = getattr(part, name)
+            new = Doubled(old.in_features, old.out_features)
+            new.load_state_dict(old.state_dict())
+            setattr(part, name, new.to(old.weight.dtype))
+
+
+def add_hooks(model):
+    for layer in model.vit.layers:
+        layer.attention.v_proj.register_forward_hook(lambda module, args, output: 2 * output)
+        layer.mlp.fc1.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+
+
+@pytest.mark.parametrize("change", [double_a_layer, add_hooks])
+@pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
+def test_what_is_added_later_takes_part(choice, change):
+    plain, fast = pair(choice, dtype=torch.float32 if choice in INFERENCE else torch.float64)
+    pixels = torch.randn_like(PIXELS).to(plain.dtype)
+    before = fast.train(choice in TRAINING)(pixels).logits.detach()
+    for model in (plain, fast):
+        change(model)
+        model.train(choice in TRAINING)
+
+    with torch.set_grad_enabled(choice in TRAINING):
+        expected, actual = plain(pixels).logits, fast(pixels).logits
+
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(before, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("choice", ["eager+joined", "sdpa+packed"])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"output_attentions": True}),
+        ({}, {"attention_mask": torch.ones(3, 13).tril()}),
+        ({"is_causal": True, "pooling": "mean"}, {}),
+    ],
+    ids=["output_attentions", "attention_mask", "is_causal"],
+)
+def test_masks_and_attention_maps_are_as_in_the_plain_model(choice, fields, options):
+    plain, fast = (model.eval() for model in pair(choice, **fields))
+    pixels = torch.randn_like(PIXELS)
+    with torch.no_grad():
+        expected, actual = plain(pixels, **options), fast(pixels, **options)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=0)
+    for one, other in zip(actual.attentions or (), expected.attentions or (), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_dropout_of_the_attention_is_as_in_the_plain_model():
+    plain, fast = (model.train() for model in pair("eager+joined", attention_probs_dropout_prob=0.5))
+    pixels = torch.randn_like(PIXELS)
+    torch.manual_seed(1)
+    expected = plain(pixels).logits
+    torch.manual_seed(1)
+    assert torch.equal(fast(pixels).logits, expected)
+
+
+@pytest.mark.parametrize("choice", ["eager+convolution", "sdpa+packed"])
+def test_who_looks_into_the_model_sees_the_plain_one(choice):
+    plain, fast = (model.eval() for model in pair(choice))
+    pixels = torch.randn_like(PIXELS)
+
+    counts = []
+    for model in (plain, fast):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(pixels)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+    exported = [torch.export.export(model, (pixels,)).graph_module.code for model in (fast, plain)]
+    assert exported[0] == exported[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's forward mode, of itself
+@pytest.mark.parametrize("choice", ["eager+joined", "eager+packed"])
+def test_forward_derivatives_are_those_of_the_plain_model(choice):
+    pixels, tangents = torch.randn_like(PIXELS), []
+    for model in pair(choice):
+        with forward_ad.dual_level():
+            output = model.eval()(forward_ad.make_dual(pixels, pixels)).logits
+            tangents.append(forward_ad.unpack_dual(output).tangent)
+    assert torch.equal(*tangents)
+
+
+def test_packed_model_has_gradients():
+    plain, fast = (model.eval() for model in pair("eager+packed"))
+    pixels = torch.randn_like(PIXELS)
+    for one, other in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_model_made_in_inference_mode_runs_as_it_is():
+    with torch.inference_mode():
+        plain, fast = (model.eval() for model in pair("sdpa+packed"))
+        pixels = torch.randn_like(PIXELS)
+        assert torch.equal(fast(pixels).logits, plain(pixels).logits)
+
+
+def test_second_derivatives_are_refused():
+    _, fast = pair("eager+joined", dtype=torch.float64)
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64).requires_grad_()
+    (first,) = torch.autograd.grad(fast(pixels).logits.square().sum(), pixels, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_gradients_of_the_functions_are_the_numeric_ones():
+    pair_of_heads = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(3, 2, dtype=torch.float64)
+    for function, inputs in (
+        (fused._EagerAttention, (pair_of_heads, value, 0.7)),
+        (fused._RMSNorm, (pair_of_heads, weight, 1e-6)),
+        (fused._Rotation, (pair_of_heads, angles.cos(), angles.sin())),
+    ):
+        assert torch.autograd.gradcheck(function.apply, inputs)

@@ -1,0 +1,219 @@
+"""Choosing the fastest forwards: by measurements, without a trace, and the same choice again."""
+
+import copy
+import json
+import time
+
+import pytest
+import torch
+from helpers import TINY, randomize_
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.speed import optimize as speed
+from hf_vit_scratch.speed.optimize import optimize
+
+PIXELS = torch.zeros(4, 3, 16, 24)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    path = tmp_path / "home" / "speed.json"
+    monkeypatch.setattr(speed, "CACHE", path)
+    return path
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Sets the measured seconds of some candidates; the others take 1 second."""
+    calls = []
+
+    def pretend(**seconds):
+        def measure(steps, deadline):
+            calls.append(list(steps))
+            return {name: [seconds.get(name.replace("+", "_"), 1.0)] for name in steps}
+
+        monkeypatch.setattr(speed, "_measure", measure)
+        return calls
+
+    return pretend
+
+
+def build(**fields):
+    return randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | fields)), 0.3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_measured_choice_is_never_clearly_slower_than_the_plain_model(training):
+    optimization = optimize(build(), PIXELS, training=training)
+    ratios = optimization.ratios
+    assert ratios["sdpa"] == 1.0
+    assert optimization.choice in ratios
+    assert ratios[optimization.choice] <= 1.0
+
+
+def test_the_fastest_is_chosen(times):
+    times(eager=0.9, eager_packed=0.5, sdpa_packed=0.6)
+    model = build()
+    assert optimize(model, PIXELS).choice == "eager+packed"
+    assert model.config._attn_implementation == "eager"
+    assert all("forward" in vars(layer) for layer in model.vit.layers)
+
+
+def test_a_candidate_that_is_hardly_faster_is_not_chosen(times):
+    times(eager_packed=0.99)
+    assert optimize(build(), PIXELS).choice == "sdpa"
+
+
+def test_a_choice_is_repeated_without_measuring(times, cache):
+    calls = times(sdpa_joined=0.5)
+    first = optimize(build(), PIXELS, training=True)
+    again = optimize(build(), PIXELS, training=True)
+    assert again.choice == first.choice == "sdpa+joined"
+    assert len(calls) == 1
+    assert list(json.loads(cache.read_text()).values()) == ["sdpa+joined"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch", "training"), [({"qk_norm": True}, 4, True), ({}, 5, True), ({}, 4, False)]
+)
+def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, training):
+    calls = times()
+    optimize(build(), PIXELS, training=True)
+    optimize(build(**fields), torch.zeros(batch, 3, 16, 24), training=training)
+    assert len(calls) == 2
+
+
+def test_a_damaged_or_unwritable_cache_does_no_harm(times, cache, monkeypatch, tmp_path):
+    times(eager=0.5)
+    cache.parent.mkdir()
+    cache.write_text("{damaged")
+    assert optimize(build(), PIXELS).choice == "eager"
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(speed, "CACHE", tmp_path / "file" / "speed.json")
+    assert optimize(build(), PIXELS).choice == "eager"
+
+
+def test_a_short_run_is_not_measured(times):
+    calls = times()
+    assert optimize(build(), PIXELS, images=8).choice == "sdpa"
+    assert calls == []
+
+
+def test_random_state_gradients_and_mode_stay():
+    model = build(hidden_dropout_prob=0.1, drop_path_rate=0.1).eval()
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    state = torch.get_rng_state()
+
+    optimize(model, PIXELS, training=True)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["classifier.weight"]
+
+
+@pytest.mark.parametrize("choice", ["eager+packed", "sdpa+joined", "eager"])
+def test_undo_gives_the_plain_model_back(choice):
+    model = build().eval()
+    before, names = model(PIXELS).logits, [*model.state_dict()]
+    attributes = [set(vars(module)) for module in model.modules()]
+
+    optimization = optimize(model, PIXELS, choice=choice)
+    assert [*model.state_dict()] == names
+    optimization.undo()
+
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(PIXELS).logits, before)
+
+
+def test_plain_changes_nothing():
+    model = build()
+    assert optimize(model, PIXELS, choice="plain").choice == "sdpa"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("choice", ["fast", "sdpa+fast", "fast+joined"])
+def test_unknown_choice_is_refused(choice):
+    with pytest.raises(ValueError, match=rf"'{choice.replace('+', '.')}' is no choice of speed. Choose auto, plain"):
+        optimize(build(), PIXELS, choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "compiled", "expected"),
+    [
+        ("cuda", "sdpa", False, []),
+        ("cpu", "flash_attention_2", False, []),
+        ("cpu", "sdpa", True, ["eager", "sdpa"]),
+        (
+            "cpu",
+            "eager",
+            False,
+            ["eager", "sdpa", "eager+joined", "sdpa+joined", "eager+convolution", "sdpa+convolution"],
+        ),
+    ],
+)
+def test_candidates_are_those_that_the_machine_has(device, attention, compiled, expected):
+    assert speed._candidates(torch.device(device), attention, training=True, compile=compiled) == expected
+
+
+def test_eager_attention_is_not_tried_with_many_tokens(times):
+    calls = times()
+    model = build(image_size=[100, 200])
+    assert optimize(model, torch.zeros(1, 3, 100, 200)).choice == "sdpa"
+    assert calls == [["sdpa", "sdpa+packed"]]
+
+
+def test_onednn_that_is_switched_off_is_no_candidate(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert speed._candidates(torch.device("cpu"), "sdpa", training=False, compile=False) == ["eager", "sdpa"]
+
+
+def test_a_model_of_remote_code_is_made_faster(tmp_path):
+    plain = build().eval()
+    plain.save_pretrained(tmp_path)
+    name = "modeling_vit_scratch.ViTScratchForImageClassification"
+    remote = get_class_from_dynamic_module(name, str(tmp_path)).from_pretrained(tmp_path).eval()
+    assert not isinstance(remote, ViTScratchForImageClassification)
+
+    optimize(remote, PIXELS, choice="sdpa+packed")
+
+    with torch.no_grad():
+        torch.testing.assert_close(remote(PIXELS + 1).logits, plain(PIXELS + 1).logits, rtol=1e-5, atol=1e-5)
+    assert remote.vit.layers[0].packed is not None
+
+
+def test_forward_that_another_library_has_replaced_stays():
+    model = build()
+    replaced = model.vit.layers[0].forward = lambda *args, **kwargs: (args[0], None)
+    optimize(model, PIXELS, choice="sdpa+packed")
+    assert model.vit.layers[0].forward is replaced
+    assert "forward" in vars(model.vit.layers[1])
+
+
+def test_a_slow_candidate_is_left_out_and_the_time_is_kept():
+    calls = dict.fromkeys(("fast", "slow"), 0)
+
+    def step(name, seconds):
+        def run():
+            calls[name] += 1
+            time.sleep(seconds)
+
+        return run
+
+    start = time.perf_counter()
+    times = speed._measure({"fast": step("fast", 0.002), "slow": step("slow", 0.02)}, start + 60)
+    assert len(times["slow"]) == 1
+    assert time.perf_counter() - start < 5
+    times = speed._measure({"one": step("fast", 0.002), "two": step("fast", 0.002)}, time.perf_counter() - 1)
+    assert {len(found) for found in times.values()} == {speed.MIN_ROUNDS}
+
+
+def test_copies_are_fast_with_their_own_weights():
+    model = build().eval()
+    optimize(model, PIXELS, choice="sdpa+packed")
+    copied = copy.deepcopy(model)
+    randomize_(copied, 0.1)
+    with torch.no_grad():
+        expected = optimize(copy.deepcopy(copied), PIXELS, choice="plain").model(PIXELS).logits
+        torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
