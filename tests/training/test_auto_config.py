@@ -12,6 +12,7 @@ from test_train_script import train
 
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training import auto_config
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.recipe import model_config, parse_recipe
@@ -169,8 +170,9 @@ def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
     assert not length(60, 1000.0, monkeypatch)[0]["torch_compile"]  # it ends long before its time
 
 
-def test_speed_is_measured_and_leaves_the_random_state_alone(monkeypatch):
+def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monkeypatch):
     monkeypatch.setattr(auto_config, "SECONDS", 0.1)
+    monkeypatch.setattr(optimize, "_choose", lambda *args: ("eager", {}))
     flags = ["--image_size", "16", "--patch_size", "8", "--hidden_size", "16", "--num_hidden_layers", "1",
              "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true"]  # fmt: skip
     args, _ = parse_recipe([YOUR_IMAGES, *flags])
@@ -181,6 +183,7 @@ def test_speed_is_measured_and_leaves_the_random_state_alone(monkeypatch):
 
     assert 1 < speed < math.inf
     assert torch.equal(torch.get_rng_state(), before)
+    assert config._attn_implementation != "eager"
 
 
 def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_are_kept(

@@ -103,7 +103,7 @@ def optimize(
         choice, ratios = _choose(model, example_batch, training, bool(compile), images)
     elif choice == "plain":
         choice = attention
-    elif choice.partition("+")[0] not in ATTENTIONS or choice.partition("+")[2] not in ("", *FORWARDS):
+    elif choice not in (attention, *ATTENTIONS, *(f"{name}+{way}" for way, name in product(FORWARDS, ATTENTIONS))):
         ways = ", ".join(f"{attention}+{way}" for way, attention in product(FORWARDS, ATTENTIONS))
         raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(ATTENTIONS)}, {ways}.")
     _apply(model, choice)
@@ -191,32 +191,26 @@ def _choose(
     if hidden_states.shape[1] > MOST_EAGER_TOKENS:
         names = [name for name in names if not name.startswith("eager") or name == plain]
     key = _cache_key(layer, hidden_states, names, training)
-    known = _of_first_process(_read_cache().get(key))
-    if known is not None:
-        return known, {}
-
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
-        layers = {name: copy.deepcopy(layer).train(training) for name in names}
-        for name, candidate in layers.items():
-            _apply(candidate, name)
-        step = _step(layers[plain], hidden_states, args, kwargs)
-        step()
-        once = timeit(step, number=1)
-        run = once * model.config.num_hidden_layers * images / len(example_batch)
-        seconds = min(SECONDS, SHARE_OF_RUN * run)
-        fitting = _of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
-        if fitting < 1:
-            return plain, {}
-        steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
-        times = _measure(steps, start + seconds)
-    medians = torch.tensor([statistics.median(times[name]) for name in names])
-    if _is_distributed():
-        medians = cast(Tensor, reduce(medians, "mean"))
-    ratios = dict(zip(names, (medians / medians[names.index(plain)]).tolist(), strict=True))
-    best = min(names, key=ratios.__getitem__)
-    chosen = best if ratios[best] < CLEARLY_FASTER else plain
-    _write_cache(key, chosen)
-    return chosen, ratios
+    times = _of_first_process(_read_cache().get(key))
+    if times is None:
+        run = model.config.num_hidden_layers * images / len(example_batch)  # times a layer is called in the whole run
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+            layers = {name: copy.deepcopy(layer).train(training) for name in names}
+            for name, candidate in layers.items():
+                _apply(candidate, name)
+            step = _step(layers[plain], hidden_states, args, kwargs)
+            step()
+            once = timeit(step, number=1)
+            seconds = min(SECONDS, SHARE_OF_RUN * run * once)
+            fitting = _of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
+            if fitting < 1:
+                return plain, {}
+            steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
+            times = _measure(steps, start + seconds)
+        _write_cache(key, times)
+    best = min(names, key=times.__getitem__)
+    ratios = {name: seconds / times[plain] for name, seconds in times.items()}
+    return best if ratios[best] < CLEARLY_FASTER else plain, ratios
 
 
 def _is_distributed() -> bool:
@@ -244,10 +238,12 @@ def _step(layer: nn.Module, hidden_states: Tensor, args: list[Any], kwargs: dict
     return step
 
 
-def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, list[float]]:
-    """Return the seconds of each step in each round. One that is clearly slower is left out of further rounds."""
-    order = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, float]:
+    """Return the median seconds of each step, the mean of all processes.
+
+    All steps are timed in turn, again and again. One that is clearly slower is left out of further rounds.
+    """
+    order, times = list(steps), {name: list[float]() for name in steps}
     shuffle = random.Random(0).shuffle
     for step in steps.values():
         step()  # allocates memory
@@ -259,7 +255,10 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
         order = [name for name in order if medians[name] < CLEARLY_SLOWER * min(medians.values())]
         if len(order) == 1 or (number >= MIN_ROUNDS and time.perf_counter() > deadline):
             break
-    return times
+    seconds = torch.tensor([statistics.median(times[name]) for name in steps])
+    if _is_distributed():
+        seconds = cast(Tensor, reduce(seconds, "mean"))
+    return dict(zip(steps, seconds.tolist(), strict=True))
 
 
 def _cache_key(layer: Any, x: Tensor, names: list[str], training: bool) -> str:
@@ -272,16 +271,16 @@ def _cache_key(layer: Any, x: Tensor, names: list[str], training: bool) -> str:
     return " ".join(map(str, facts))
 
 
-def _read_cache() -> dict[str, str]:
+def _read_cache() -> dict[str, dict[str, float]]:
     try:
         return json.loads(CACHE.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there is none, or it is damaged
         return {}
 
 
-def _write_cache(key: str, choice: str) -> None:
+def _write_cache(key: str, times: dict[str, float]) -> None:
     aside = CACHE.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a home that cannot be written to
         CACHE.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(_read_cache() | {key: choice}, indent=1), encoding="utf-8")
+        aside.write_text(json.dumps(_read_cache() | {key: times}, indent=1), encoding="utf-8")
         aside.replace(CACHE)

@@ -3,6 +3,7 @@
 Sizes come first (`fit_sizes`). Length and regularization (`fit_length`) need the model that follows from them.
 """
 
+import copy
 import logging
 import math
 import time
@@ -22,6 +23,7 @@ from ..data.images import size_and_mode
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
+from ..speed.optimize import optimize
 from .arguments import Arguments, ViTTrainingArguments, set_fields
 from .optimizers import build_optimizer
 from .recipe import Recipe
@@ -128,7 +130,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     """Return the training steps' images per second on this machine, for all processes together.
 
-    Random pixels, the run's own model, batch, precision and optimizer, at the sizes of both stages of training.
+    Random pixels, the run's own model, batch, precision and optimizer, at the sizes of both stages of training, with
+    the layers that are the fastest at the full size.
     Weights, gradients and random state of the run are untouched.
     """
     augmentation, training = args.augmentation, args.training
@@ -136,22 +139,28 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     if first := augmentation.initial_image_size:
         share = augmentation.initial_image_size_fraction
         shares = {config.image_height_width: 1 - share, (first[0], first[-1]): share}
-    speeds = [0.0]
-    if training.process_index == 0:
-        speeds = [sum(share * _images_per_second(config, training, size) for size, share in shares.items())]
+    speeds, choice = [0.0], training.speed_choice
+    for size, share in shares.items():  # in all processes at once, as in training
+        speed, choice = _images_per_second(config, training, size, choice)
+        speeds[0] += share * speed
     if training.world_size > 1:
         broadcast_object_list(speeds)
     return speeds[0] * training.world_size
 
 
-def _images_per_second(config: ViTScratchConfig, training: ViTTrainingArguments, size: tuple[int, int]) -> float:
+def _images_per_second(
+    config: ViTScratchConfig, training: ViTTrainingArguments, size: tuple[int, int], choice: str
+) -> tuple[float, str]:
+    """Return the speed at one size, and the choice of `optimize`."""
     device, batch_size = training.device, training.train_batch_size
     with torch.random.fork_rng():
-        model = ViTScratchForImageClassification(config).train()
+        model = ViTScratchForImageClassification(copy.deepcopy(config)).train()
         model.to(device)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
+        with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
+            choice = optimize(model, pixel_values, training=True, choice=choice).choice
 
         def step() -> int:
             with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
@@ -162,7 +171,7 @@ def _images_per_second(config: ViTScratchConfig, training: ViTTrainingArguments,
             loss.item()  # waits for the device
             return batch_size
 
-        return images_per_second(step, SECONDS)
+        return images_per_second(step, SECONDS), choice
 
 
 def images_per_second(step: Callable[[], int], seconds: float) -> float:
