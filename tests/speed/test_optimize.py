@@ -86,6 +86,13 @@ def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, 
     assert len(calls) == 2
 
 
+def test_compiled_models_are_measured_apart_for_training_and_inference(times):
+    calls = times()
+    for training in (True, False):
+        optimize(build(), PIXELS, training=training, compile={"backend": "eager"})
+    assert calls == [["eager", "sdpa"]] * 2
+
+
 def test_a_damaged_or_unwritable_cache_does_no_harm(times, cache, monkeypatch, tmp_path):
     times(eager=0.5)
     cache.parent.mkdir()
