@@ -795,11 +795,21 @@ def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_t
     args = SimpleNamespace(max_train_minutes=10.0 if by_time else None, task="image-classification")
 
     for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
-        state = SimpleNamespace(global_step=1 if by_time else 1000 * share, max_steps=1000)
+        step = 1 if by_time else 1000 * share
+        state = SimpleNamespace(global_step=step, max_steps=1000, is_world_process_zero=True)
         watch.on_log(args, state, None, logs={"loss": loss, "minutes": 10 * share}, model=model)
         assert ("has not moved" in caplog.text) == (warned and number >= 2)
 
     assert caplog.text.count("has not moved") == warned
+
+
+def test_one_process_alone_says_that_the_loss_has_not_moved(caplog):
+    watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
+    args = SimpleNamespace(max_train_minutes=None, task="image-classification")
+    for step in (1, 500):
+        state = SimpleNamespace(global_step=step, max_steps=1000, is_world_process_zero=False)
+        watch.on_log(args, state, None, logs={"loss": 2.0, "minutes": 1.0}, model=model)
+    assert caplog.text == ""
 
 
 def test_run_whose_rate_is_too_small_says_that_its_loss_does_not_move(tmp_path, caplog):

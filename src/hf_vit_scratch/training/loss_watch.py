@@ -42,7 +42,7 @@ class LossWatch(TrainerCallback):
                 "precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower "
                 "--max_grad_norm."
             )
-        if self.done or args.task != "image-classification":
+        if self.done or args.task != "image-classification" or not state.is_world_process_zero:
             return
         if self.first_loss is None:
             self.first_loss = loss
