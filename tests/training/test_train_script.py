@@ -21,6 +21,7 @@ from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, V
 from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
+from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training import steps
 from hf_vit_scratch.training.recipe import RECIPES
 from hf_vit_scratch.training.trainer import ViTTrainer
@@ -88,7 +89,7 @@ def test_what_was_chosen_for_the_machine_is_used_and_said(tmp_path, monkeypatch)
     assert torch.bfloat16 in dtypes
     text = (tmp_path / "run" / "recipe.yaml").read_text()
     assert "# chosen: bf16 true" in text
-    assert "# the fastest on this machine\nspeed_choice: sdpa\n" in text
+    assert "# not measured\nspeed_choice: sdpa\n" in text
 
 
 def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):
@@ -429,3 +430,10 @@ def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
         train.main([*argv, "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")])
 
     assert {"model.safetensors", "metrics.json", "README.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_attention_that_the_user_gave_is_used_without_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(optimize, "_choose", lambda *args: pytest.fail("it was measured"))
+    flags = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--attn_implementation", "eager"]
+    train.main([*SMALL, *flags, "--output_dir", str(tmp_path)])
+    assert "speed_choice" not in (tmp_path / "recipe.yaml").read_text()

@@ -225,9 +225,9 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     If SIGTERM stopped the training, the process ends.
     """
     training = trainer.args
-    if trainer.speed is not None and "speed_choice" not in recipe.settings:
-        ratios = "".join(f", {name} {ratio:.2f}" for name, ratio in trainer.speed.ratios.items())
-        reason = "the fastest on this machine" + (f"; time relative to the plain model{ratios}" if ratios else "")
+    if trainer.speed is not None and training.speed_choice == "auto":
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in trainer.speed.ratios.items())
+        reason = f"the fastest here; time relative to the plain model: {ratios}" if ratios else "not measured"
         logger.info("Chosen for the machine: speed_choice %s, %s", trainer.speed.choice, reason)
         recipe.add({"speed_choice": trainer.speed.choice}, "machine", reason)
     if training.should_save:
