@@ -2,8 +2,10 @@
 
     python benchmarks/data_path.py --workers 0 1 2
 
-- Photographs: the two of scikit-learn, 640 by 427 pixels as JPEG. They become 224 by 224 pixels, with RandAugment.
-  Worker processes, if any, decode them. All else happens in batches on the device.
+- Photographs: the two of scikit-learn as JPEG files of 500 by 375 pixels. They become 224 by 224 pixels, with the
+  augmentation of ImageNet recipes: random resized crops, flips, RandAugment, erasing, and mixing. They are either
+  decoded and cropped again for each batch, by worker processes if there are any, or once, into a file. All else
+  happens in batches on the device.
 - Small images: 32 by 32 pixels, with crops and flips. They are either decoded again for each batch, or kept on the
   device.
 
@@ -14,12 +16,15 @@ rounds.
 import argparse
 import io
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import datasets
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features
@@ -30,6 +35,7 @@ from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
+from hf_vit_scratch.data import dataset as dataset_module
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
 from hf_vit_scratch.data.images import decode_image
@@ -99,7 +105,10 @@ def images_per_second(step: Callable[[], int]) -> float:
 
 def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield the name of each part, and a function that measures its images per second."""
-    photographs = [jpeg(pixels, quality=90) for pixels in load_sample_images().images]
+    sizes = (500, 375)
+    photographs = [
+        jpeg(np.asarray(Image.fromarray(pixels).resize(sizes)), quality=90) for pixels in load_sample_images().images
+    ]
     augment = Augmentation(
         (224, 224),
         random_resized_crop_scale=0.08,
@@ -117,16 +126,18 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
     files = rows(photographs, PHOTOGRAPHS)
-    whole = ImageClassificationDataset(files, processor, [augment])
-    mixed = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
+    decoded = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
+    cached = ImageClassificationDataset(files, processor, [augment], mixing=mixing, cache_images=True)
+    with patch.object(dataset_module, "DECODED_BYTES_KEPT", 0):  # as if there were more of them
+        cached.keep_decoded(device)
     for number in workers:
-        yield f"photograph: all of it, {number} workers", partial(loading, whole, number, device)
-        yield f"photograph: all of it, mixed, {number} workers", partial(loading, mixed, number, device)
-    batch = mixed.__getitems__(range(BATCH))
+        yield f"photograph: decoded for each batch, {number} workers", partial(loading, decoded, number, device)
+        yield f"photograph: cached in a file, {number} workers", partial(loading, cached, number, device)
+    batch = decoded.__getitems__(range(BATCH))
     batch["pixel_values"] = batch["pixel_values"].to(device)
     yield (
-        f"photograph: from uint8 on, mixed, on {device.type}",
-        partial(images_per_second, lambda: wait_for(mixed.batch_transform(batch)["pixel_values"])),
+        f"photograph: from its crop on, on {device.type}",
+        partial(images_per_second, lambda: wait_for(decoded.batch_transform(batch)["pixel_values"])),
     )
 
     small = [
@@ -139,7 +150,7 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     for number in workers:
         yield f"32x32: decoded for each batch, {number} workers", partial(loading, dataset, number, device)
     kept = ImageClassificationDataset(files, processor, [crop])
-    assert kept.cache_on_device(device)
+    assert kept.keep_decoded(device)
     yield f"32x32: kept on {device.type}", partial(loading, kept, 0, device)
 
     if device.type != "cpu":
@@ -166,17 +177,23 @@ def main() -> None:
     keep_freed_memory()  # as ViTTrainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    measures = dict(parts(device, args.workers))
-    rates: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(args.rounds):
-        for name, measure in measures.items():
-            rates[name].append(measure())
+    with tempfile.TemporaryDirectory() as folder, patch.object(datasets.config, "HF_DATASETS_CACHE", folder):
+        lines = measure(dict(parts(device, args.workers)), args.rounds)
+    write_results(__file__, "The way of an image to the device", lines, args)
+
+
+def measure(parts: dict[str, Callable[[], float]], rounds: int) -> list[str]:
+    """Return a table of the images per second of each part."""
+    rates: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(rounds):
+        for name, part in parts.items():
+            rates[name].append(part())
 
     lines = ["| part | images/s |", "| --- | --- |"]
     for name, numbers in rates.items():
         low, median, high = quartiles(numbers)
         lines.append(f"| {name} | {median:.0f} ({low:.0f} to {high:.0f}) |")
-    write_results(__file__, "The way of an image to the device", lines, args)
+    return lines
 
 
 if __name__ == "__main__":

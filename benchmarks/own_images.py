@@ -166,7 +166,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     test = ImageClassificationDataset(splits["test"], processor)
     model = build_timm(method, config, side, classes)
     for dataset in (train, test):
-        dataset.cache_on_device(torch.device("cpu"))
+        dataset.keep_decoded(torch.device("cpu"))
     passes, losses = train_by_the_clock(model, train, seconds, seed)
     correct = 0
     model.eval()

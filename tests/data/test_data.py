@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
+from hf_vit_scratch.data import cache
 from hf_vit_scratch.data import dataset as data
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
@@ -307,7 +309,7 @@ def test_missing_image_is_named(tmp_path, photographs, image_processor):
     write_parquet(tmp_path / "a.parquet", features, image=[None] * 20, label=[0, 1] * 10)
     dataset = ImageClassificationDataset(load_splits(str(tmp_path))["train"], image_processor)
 
-    with pytest.raises(UserError, match=r"^image 0 is missing: its row holds no image"):
+    with pytest.raises(UserError, match=r"^image 3 is missing: its row holds no image"):
         dataset[3]
 
 
@@ -481,7 +483,7 @@ def make_dataset(image_processor, photographs, *stages, mixing=None, seed=0, kep
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": crops, "label": [0, 1] * 6}, features=features)
     dataset = ImageClassificationDataset(rows, image_processor, stages, mixing, seed)
-    assert not kept or dataset.cache_on_device(torch.device("cpu"))
+    assert not kept or dataset.keep_decoded(torch.device("cpu"))
     return dataset
 
 
@@ -536,8 +538,9 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
     assert torch.equal(inputs(dataset, Sample(0, 0, 5))["pixel_values"][0], alone)
 
 
-def test_augmentation_does_not_depend_on_keeping(image_processor, photographs):
-    augment = Augmentation((16, 24), random_resized_crop_scale=0.5, rotation_degrees=9)
+def test_augmentation_of_small_images_does_not_depend_on_keeping(photographs):
+    image_processor = ViTImageProcessor(size={"height": 30, "width": 40}, do_convert_rgb=True)  # as large as they are
+    augment = Augmentation((30, 40), random_resized_crop_scale=0.5, rotation_degrees=9)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
 
     one, other = (
@@ -546,6 +549,15 @@ def test_augmentation_does_not_depend_on_keeping(image_processor, photographs):
     )
 
     assert all(torch.equal(one[name], other[name]) for name in ("pixel_values", "labels"))
+
+
+def test_images_are_cropped_or_resized_to_the_size_of_the_stage(image_processor, photographs, kept):
+    stages = [Augmentation((4, 6)), Augmentation((16, 24), random_resized_crop_scale=0.5), None]
+    dataset = make_dataset(image_processor, photographs, *stages, kept=kept)
+
+    shapes = [dataset.__getitems__([Sample(0, stage, 0)])["pixel_values"].shape for stage in range(3)]
+
+    assert shapes == [(1, 3, 4, 6), (1, 3, 16, 24), (1, 3, 16, 24)]
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
@@ -724,7 +736,7 @@ def test_images_are_kept_where_they_fit(sizes, most, message, image_processor, m
     dataset = ImageClassificationDataset(rows, image_processor, [Augmentation((16, 24))])
 
     with caplog.at_level("INFO"):
-        kept = dataset.cache_on_device(torch.device("cpu"))
+        kept = dataset.keep_decoded(torch.device("cpu"))
 
     assert kept == ("kept" in message)
     assert re.search(message, caplog.text)
@@ -755,13 +767,46 @@ def test_large_photographs_are_decoded_once_and_kept_small(image_processor, phot
 
     monkeypatch.setattr(data, "decode_image", remember)
 
-    assert dataset.cache_on_device(torch.device("cpu"))
+    assert dataset.keep_decoded(torch.device("cpu"))
     for epoch in range(3):
         dataset.__getitems__([Sample(epoch, 0, 0), Sample(epoch, 0, 1)])
 
     assert sorted(image.width for image in decoded) == [120, 160]  # an eighth: the least above twice what is kept
-    assert dataset._images.shape == (2, 3, 24, 36)  # 1.5 times the model's, as parts are cut from them
+    assert dataset._cache.shape == (2, 24, 36, 3)  # 1.5 times the model's, as parts are cut from them
     assert dataset.sample(2, seed=0, stage=0)["pixel_values"].shape == (2, 3, 16, 24)
+
+
+def test_images_are_cached_in_a_file_until_they_change(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    rows = photographs_in_files(tmp_path, photographs)
+    stages, key = [Augmentation((16, 24), random_resized_crop_scale=0.5)], Sample(3, 0, 1)
+    decoded = []
+    monkeypatch.setattr(
+        data, "decode_image", lambda *args, **options: decoded.append(1) or decode_image(*args, **options)
+    )
+
+    def cached():
+        dataset = ImageClassificationDataset(rows, image_processor, stages, cache_images=True)
+        assert not dataset.keep_decoded(torch.device("cpu"))  # in memory
+        return dataset[key]["pixel_values"]
+
+    first, again = cached(), cached()
+
+    assert len(decoded) == 2
+    assert torch.equal(first, again)
+    photographs[0].resize((900, 800)).save(tmp_path / "1.jpg")
+    assert not torch.equal(cached(), first)
+    assert len(decoded) == 4
+
+
+def test_cache_that_the_disk_cannot_hold_is_refused(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, image_processor, cache_images=True)
+
+    with pytest.raises(UserError, match=r"--cache_images needs 0.0 GB in .*, where 0.0 GB are free"):
+        dataset.keep_decoded(torch.device("cpu"))
 
 
 def test_training_images_of_reduced_size_are_close_to_the_whole_files(image_processor, photographs, tmp_path):
@@ -780,7 +825,7 @@ def test_kept_evaluation_images_of_any_size_are_exactly_those_of_a_pipeline(imag
     rows = photographs_in_files(tmp_path, photographs)
     dataset = ImageClassificationDataset(rows, image_processor)
 
-    assert dataset.cache_on_device(torch.device("cpu"))
+    assert dataset.keep_decoded(torch.device("cpu"))
 
     expected = image_processor([Image.open(tmp_path / f"{n}.jpg") for n in (0, 1)], return_tensors="pt")
     assert torch.equal(inputs(dataset, 0, 1)["pixel_values"], expected["pixel_values"])
@@ -797,7 +842,7 @@ def test_filters_of_warnings_are_restored_after_decoding(image_processor, photog
     dataset = ImageClassificationDataset(photographs_in_files(tmp_path, photographs), image_processor)
     before = list(warnings.filters)
 
-    assert dataset.cache_on_device(torch.device("cpu"))
+    assert dataset.keep_decoded(torch.device("cpu"))
 
     assert list(warnings.filters) == before
 

@@ -79,16 +79,35 @@ def test_draws_of_neighbouring_keys_are_uniform_and_independent():
 
 def test_resized_crops_are_those_of_torchvision(images):
     keys = [(row,) for row in range(8)]
-    boxes = np.stack(_rectangles(SampleRNG(keys), (32, 40), (0.2, 1.0), (3 / 4, 4 / 3)), axis=1)
+    boxes = _rectangles(SampleRNG(keys), [(32, 40)] * 8, (0.2, 1.0), (3 / 4, 4 / 3))
 
     one_by_one = random_resized_crop(images, SampleRNG(keys), (24, 30), 0.2)
-    by_products = resized_crops_by_products(images, *boxes.T, (24, 30))  # as on an accelerator
+    by_products = resized_crops_by_products(images, *np.array(boxes).T, (24, 30))  # as on an accelerator
 
     expected = torch.stack(
-        [TF.resized_crop(image, *box, size=[24, 30]) for image, box in zip(images, boxes.tolist(), strict=True)]
+        [TF.resized_crop(image, *box, size=[24, 30]) for image, box in zip(images, boxes, strict=True)]
     )
     assert torch.equal(one_by_one, expected)
     assert (by_products.int() - expected.int()).abs().max() <= 1
+
+
+def test_crop_of_an_image_depends_on_its_own_size_and_key_alone(images):
+    other_size = images[3, :, :20, :25]
+
+    crops = random_resized_crop([images[0], other_size, images[1]], SampleRNG([(0,), (1,), (2,)]), (24, 30), 0.2)
+
+    assert torch.equal(crops[1:2], random_resized_crop(other_size[None], SampleRNG([(1,)]), (24, 30), 0.2))
+
+
+def test_resized_crop_keeps_at_least_its_share_of_the_area():
+    gradient = torch.arange(100, dtype=torch.uint8).expand(200, 3, 100, 100)
+
+    crops = random_resized_crop(gradient, SampleRNG([(row,) for row in range(200)]), (100, 100), 0.25)
+
+    # The width of a crop shows in the range of the gradient; ratio 4/3 at the most, so at least sqrt(.25 * 3/4) wide.
+    widths = [int(image.max()) - int(image.min()) for image in crops]
+    assert min(widths) >= 40
+    assert len(set(widths)) > 10
 
 
 def test_image_that_no_crop_fits_is_cut_in_the_middle(images):
@@ -116,10 +135,9 @@ def test_affine_maps_are_those_of_torchvision(images):
 
 
 def test_rectangles_have_the_areas_and_places_that_are_asked_for():
-    top, left, height, width = _rectangles(
-        SampleRNG([(row,) for row in range(5000)]), (100, 80), (0.1, 0.3), (0.5, 2.0)
-    )
+    rectangles = _rectangles(SampleRNG([(row,) for row in range(5000)]), [(100, 80)] * 5000, (0.1, 0.3), (0.5, 2.0))
 
+    top, left, height, width = np.array(rectangles).T
     area = height * width / 8000
     assert 0.09 < area.min() < 0.11
     assert 0.29 < area.max() < 0.31

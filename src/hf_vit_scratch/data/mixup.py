@@ -58,7 +58,8 @@ class Mixup(MixingArguments):
             positions = torch.arange(len(images), device=images.device)
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
             mixture, kept = self.draw(images.shape[-2:], rng)
-            images = self.mix(images, images[mix_index], mixture.to(images.device))
+            images = images.float()
+            images = self.mix(images, images.index_select(0, mix_index), mixture.to(images.device))
             targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
         return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
 
@@ -87,7 +88,7 @@ class Mixup(MixingArguments):
     def mix(images: Tensor, others: Tensor, mixture: Tensor) -> Tensor:
         """Mix another image into each, as `draw` says.
 
-        Shapes: (B, C, height, width) twice, (B, 5) -> float of the first.
+        Shapes: float (B, C, height, width) twice, (B, 5) -> that of the first.
         """
         own = mixture[:, 0, None, None, None] * ~rectangle_mask(images, mixture[:, 1:])
-        return torch.lerp(others.float(), images.float(), own)
+        return torch.lerp(others, images, own)

@@ -75,37 +75,37 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         rows = self._endless_rows()
         for number in itertools.count(first, step):
             is_wanted = number >= self.first_batch
+            stage = self.stage_of_batch[min(number, len(self.stage_of_batch) - 1)]
             # A resumed run leaves out the same batches, and so decodes an image of each that it passes over.
-            images = self._next_images(rows, self.batch_size if is_wanted else int(self.skip_corrupt))
+            images = self._next_images(rows, self.batch_size if is_wanted else int(self.skip_corrupt), stage)
             if is_wanted:
                 pixels, labels, keys = zip(*images, strict=True)
                 yield {
-                    "pixel_values": torch.stack(pixels),
+                    "pixel_values": torch.cat(pixels),
                     "labels": torch.tensor(labels),
                     "keys": np.array(keys, np.uint64),
-                    "stage": self.stage_of_batch[min(number, len(self.stage_of_batch) - 1)],
+                    "stage": stage,
                 }
             else:
                 yield {}
 
-    def _next_images(self, rows: Iterator[_Row], most: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
+    def _next_images(self, rows: Iterator[_Row], most: int, stage: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
         """Decode up to `most` images of the next batch, or of the next one with any that can be decoded."""
         passes = set()
         while True:
             batch = list(itertools.islice(rows, self.batch_size))
-            images = list(itertools.islice(self._decode(batch), most))
+            images = list(itertools.islice(self._decode(batch, stage), most))
             if images or most == 0:
                 return images
             passes.add(batch[0][0])
             if len(passes) > 2:
                 raise UserError("No training image can be decoded.")
 
-    def _decode(self, batch: list[_Row]) -> Iterator[tuple[Tensor, int, tuple[int, int]]]:
-        """Yield the pixels, the label and the key of each image that can be decoded."""
-        size = self.batch_transform.decoded_size()
+    def _decode(self, batch: list[_Row], stage: int) -> Iterator[tuple[Tensor, int, tuple[int, int]]]:
+        """Yield the cropped pixels (1, ...), the label and the key of each image that can be decoded."""
         for epoch, row in batch:
             try:
-                pixels = self.batch_transform.decode(row["image"], _name(row), size)
+                image = self.batch_transform.decode(row["image"], _name(row))
             except UserError as error:
                 if not self.skip_corrupt:
                     raise
@@ -113,7 +113,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                 continue
             # 64 bits tell an image from others, wherever in the stream it comes.
             digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
-            yield pixels, row["label"], (epoch, int.from_bytes(digest))
+            key = (epoch, int.from_bytes(digest))
+            yield self.batch_transform.crop([image], np.array([key], np.uint64), stage), row["label"], key
 
     def _endless_rows(self) -> Iterator[_Row]:
         classes = self.rows.features["label"].num_classes

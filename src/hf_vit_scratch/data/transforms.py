@@ -6,7 +6,7 @@ to one. Numbers are drawn on the CPU, in NumPy, so that nothing is read back fro
 Shapes: images are uint8 (B, C, height, width). Random numbers and what follows from them have B entries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,13 @@ class SampleRNG:
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Numbers:
         """Draw one number in [low, high) for each image."""
-        self.state = self.state + GOLDEN_GAMMA
-        return low + (high - low) * (_mix(self.state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return low + (high - low) * self.uniforms(1)[:, 0]
+
+    def uniforms(self, number: int) -> Numbers:
+        """Draw numbers in [0, 1) for each image, (B, number)."""
+        states = self.state[:, None] + GOLDEN_GAMMA * np.arange(1, number + 1, dtype=np.uint64)
+        self.state = states[:, -1]
+        return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def integers(self, end: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Draw one integer in [0, end) for each image."""
@@ -64,35 +69,42 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[NDArray[np.int64], ...]:
+    rng: SampleRNG, sizes: Iterable[Sequence[int]], scale: tuple[float, float], ratio: tuple[float, float]
+) -> list[tuple[int, int, int, int]]:
     """Draw a rectangle in each image: top, left, height and width; the last two are 0 if none of ten tries fits."""
-    height, width = size
-    tall, wide = np.zeros((2, len(rng.state)), np.int64)
-    for _ in range(TRIES):
-        area = height * width * rng.uniform(*scale)
-        aspect = np.exp(rng.uniform(*np.log(ratio)))
-        h, w = np.rint(np.sqrt(area / aspect)).astype(int), np.rint(np.sqrt(area * aspect)).astype(int)
-        fits = (tall == 0) & (h > 0) & (w > 0) & (h <= height) & (w <= width)
-        tall, wide = np.where(fits, h, tall), np.where(fits, w, wide)
-    return rng.integers(height - tall + 1), rng.integers(width - wide + 1), tall, wide
+    rectangles = []
+    for (height, width), (*shapes, down, right) in zip(sizes, rng.uniforms(2 * TRIES + 2).tolist(), strict=True):
+        tall = wide = 0
+        for share, position in zip(shapes[::2], shapes[1::2], strict=True):
+            area = height * width * (scale[0] + (scale[1] - scale[0]) * share)
+            aspect = ratio[0] * (ratio[1] / ratio[0]) ** position
+            h, w = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
+            if 0 < h <= height and 0 < w <= width:
+                tall, wide = h, w
+                break
+        rectangles.append((int(down * (height - tall + 1)), int(right * (width - wide + 1)), tall, wide))
+    return rectangles
 
 
-def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
-    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`."""
-    height, width = images.shape[-2:]
-    ratio = (3 / 4, 4 / 3)
-    top, left, tall, wide = _rectangles(rng, (height, width), (least_scale, 1.0), ratio)
-    # Where none fitted: the largest part in the middle that is neither too wide nor too tall.
-    middle_tall, middle_wide = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
-    none = tall == 0
-    tall, wide = np.where(none, middle_tall, tall), np.where(none, middle_wide, wide)
-    top, left = np.where(none, (height - middle_tall) // 2, top), np.where(none, (width - middle_wide) // 2, left)
-    if images.device.type == "cpu":  # one by one, by torchvision's kernel for bytes
-        boxes = np.stack((top, left, tall, wide), axis=1).tolist()
-        crops = [TF.resized_crop(image, *box, list(size)) for image, box in zip(images, boxes, strict=True)]
-        return torch.stack(crops)
-    return resized_crops_by_products(images, top, left, tall, wide, size)
+def random_resized_crop(
+    images: Tensor | Sequence[Tensor], rng: SampleRNG, size: tuple[int, int], least_scale: float
+) -> Tensor:
+    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`.
+
+    The images may be a list of (C, height, width) of any sizes.
+    """
+    low, high = ratio = (3 / 4, 4 / 3)
+    sizes, boxes = [tuple(image.shape[-2:]) for image in images], []
+    for (height, width), box in zip(sizes, _rectangles(rng, sizes, (least_scale, 1.0), ratio), strict=True):
+        if not box[2]:  # none fitted: the largest part in the middle that is neither too wide nor too tall
+            tall, wide = min(height, round(width / low)), min(width, round(height * high))
+            box = ((height - tall) // 2, (width - wide) // 2, tall, wide)
+        boxes.append(box)
+    if isinstance(images, Tensor) and images.device.type != "cpu":
+        top, left, tall, wide = np.array(boxes).T
+        return resized_crops_by_products(images, top, left, tall, wide, size)
+    # One by one, by torchvision's kernel for bytes.
+    return torch.stack([TF.resized_crop(image, *box, list(size)) for image, box in zip(images, boxes, strict=True)])
 
 
 def resized_crops_by_products(
@@ -124,16 +136,27 @@ def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: 
     return weights / weights.sum(-1, keepdim=True)
 
 
-def random_crop_and_flip(images: Tensor, rng: SampleRNG, padding: int, flip_prob: float) -> Tensor:
-    """Crop after padding by reflection, then mirror by chance; `v2.RandomCrop`, `v2.RandomHorizontalFlip`."""
-    places = []
-    for size in images.shape[-2:]:
-        place = np.abs(rng.integers(2 * padding + 1)[:, None] - padding + np.arange(size))
-        places.append(size - 1 - np.abs(size - 1 - place))
-    rows, columns = places
-    columns = np.where((rng.uniform() < flip_prob)[:, None], columns[:, ::-1], columns)
-    images = images.take_along_dim(to_device(rows, images, torch.int64)[:, None, :, None], dim=2)
-    return images.take_along_dim(to_device(columns, images, torch.int64)[:, None, None, :], dim=3)
+def random_crop(images: Tensor, rng: SampleRNG, padding: int) -> Tensor:
+    """Crop each image to its size after padding by reflection; `v2.RandomCrop`."""
+    height, width = images.shape[-2:]
+    rows, columns = (
+        size - 1 - np.abs(size - 1 - np.abs(rng.integers(2 * padding + 1)[:, None] - padding + np.arange(size)))
+        for size in (height, width)
+    )
+    return _gather(images, to_device(rows[:, :, None] * width + columns[:, None], images, torch.int64))
+
+
+def random_horizontal_flip(images: Tensor, rng: SampleRNG, probability: float) -> Tensor:
+    """Mirror some images; `v2.RandomHorizontalFlip`."""
+    mirrored = to_device(rng.uniform() < probability, images, torch.int64)
+    both = torch.stack((images, images.flip(3)), dim=1).flatten(0, 1)
+    return both.index_select(0, 2 * torch.arange(len(images), device=images.device) + mirrored)
+
+
+def _gather(images: Tensor, places: Tensor) -> Tensor:
+    """Take pixels (B, height, width) from their places in each image, row * width of the image + column."""
+    index = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return images.flatten(2).gather(2, index).unflatten(2, places.shape[1:])
 
 
 def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: float, scale: float) -> Tensor:
@@ -148,28 +171,38 @@ def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: flo
     matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1).reshape(
         -1, 2, 3
     )
-    return _sample(images, matrix, "bilinear", fill=0)
-
-
-def _sample(images: Tensor, matrix: Numbers, mode: str, fill: int) -> Tensor:
-    """Take each pixel from where the matrix (B, 2, 3) sends its (x, y, 1); pixels, from the middle."""
-    height, width = images.shape[-2:]
     half = np.array([width / 2, height / 2])
     # grid_sample's coordinates go from -1 to 1.
     scaled = matrix * np.array([*half, 1.0]) / half[:, None]
     grid = F.affine_grid(to_device(scaled, images), list(images.shape), align_corners=False)
-    # As in PIL: what comes from outside is filled, and what comes from the outer half of a border pixel is that pixel.
-    moved = F.grid_sample(images.float(), grid, mode=mode, padding_mode="border", align_corners=False)
-    outside = (grid.abs() > 1).any(-1)
-    return _to_uint8(moved.masked_fill_(outside[:, None], fill))
+    # As in PIL: what comes from outside is black, and what comes from the outer half of a border pixel is that pixel.
+    moved = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return _to_uint8(moved.masked_fill_((grid.abs() > 1).any(-1)[:, None], 0))
+
+
+def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
+    """Take each pixel from where the matrix (B, 2, 3) sends its (x, y, 1); pixels, from the middle."""
+    height, width = images.shape[-2:]
+    framed = F.pad(images, (1, 1, 1, 1), value=fill)  # what comes from outside comes from the frame
+    y, x = (torch.arange(side, device=images.device) - (side - 1) / 2 for side in (height, width))
+    from_x, from_y = (
+        (of_x * x + shift + 1 + side / 2 + of_y * y[:, None]).clamp_(0, side + 1).long()  # (B, height, width)
+        for (of_x, of_y, shift), side in zip(
+            to_device(matrix, images).permute(1, 2, 0)[..., None, None], (width, height), strict=True
+        )
+    )
+    return _gather(framed, from_y * (width + 2) + from_x)
 
 
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
-    chosen = rng.uniform() < probability
-    top, left, tall, wide = _rectangles(rng, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))
-    rectangles = to_device(np.stack((top, left, tall * chosen, wide), axis=1), images)
-    return images.masked_fill(rectangle_mask(images, rectangles), value)
+    chosen = np.flatnonzero(rng.uniform() < probability)
+    rectangles = _rectangles(rng, [images.shape[-2:]] * len(images), (0.02, 0.33), (0.3, 3.3))
+    images = images.clone()
+    for place in chosen.tolist():
+        top, left, tall, wide = rectangles[place]
+        images[place, :, top : top + tall, left : left + wide] = value
+    return images
 
 
 def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
@@ -191,16 +224,27 @@ def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.Tr
         if isinstance(policy, v2.RandAugment):
             bins[:] = policy.magnitude
         sign = np.where(rng.uniform() < 0.5, -1, 1)
-        changed = images.clone()
+        changed = []
         for number, (name, (magnitudes, signed)) in enumerate(space):
             chosen = np.flatnonzero(operation == number)
-            strengths = magnitudes(policy.num_magnitude_bins, height, width)
+            part = images.index_select(0, to_device(chosen, images, torch.int64))
             if len(chosen) and name != "Identity":
+                strengths = magnitudes(policy.num_magnitude_bins, height, width)
                 strength = np.zeros(len(chosen)) if strengths is None else strengths.double().numpy()[bins[chosen]]
-                places = to_device(chosen, images, torch.int64)
-                changed[places] = apply(images[places], name, strength * sign[chosen] ** signed, fill)
-        images = changed
+                part = apply(part, name, strength * sign[chosen] ** signed, fill)
+            changed.append(part)
+        places = np.argsort(np.argsort(operation, kind="stable"))
+        images = torch.cat(changed).index_select(0, to_device(places, images, torch.int64))
     return images
+
+
+def _blurred(images: Tensor) -> Tensor:
+    """Smooth by the weights 1 1 1, 1 5 1, 1 1 1, but not at the border; as torchvision's `adjust_sharpness`."""
+    pixels = images.float()
+    rows = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
+    sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    pixels[:, :, 1:-1, 1:-1] = sums.add_(pixels[:, :, 1:-1, 1:-1], alpha=4).div_(13).round_()
+    return pixels
 
 
 def apply(images: Tensor, name: str, strength: Numbers, fill: int) -> Tensor:
@@ -217,21 +261,19 @@ def apply(images: Tensor, name: str, strength: Numbers, fill: int) -> Tensor:
         "Rotate": (np.cos(radians), -np.sin(radians), zero, np.sin(radians), np.cos(radians), zero),
     }
     if name in matrices:
-        return _sample(images, np.stack(matrices[name], axis=-1).reshape(-1, 2, 3), "nearest", fill)
-    # These go from, or beyond, what is left without any brightness, colour, contrast or sharpness.
-    without = {
-        "Brightness": TF.adjust_brightness,
-        "Color": TF.adjust_saturation,
-        "Contrast": TF.adjust_contrast,
-        "Sharpness": TF.adjust_sharpness,
-    }
+        return _take_nearest(images, np.stack(matrices[name], axis=-1).reshape(-1, 2, 3), fill)
     parameter = to_device(strength, images)[:, None, None, None]
-    if name in without:
-        least = without[name](images, 0.0).float()
-        return (least + (1 + parameter) * (images.float() - least)).clamp_(0, 255).to(torch.uint8)
+    if name in ("Brightness", "Color", "Contrast", "Sharpness"):
+        # These go from, or beyond, what is left without any of it: black, grey, one mean grey, or a blurred image.
+        if name == "Brightness":
+            least = torch.zeros((), device=images.device)
+        else:
+            least = _blurred(images) if name == "Sharpness" else TF.rgb_to_grayscale(images).float()
+        if name == "Contrast":
+            least = least.mean((1, 2, 3), keepdim=True)
+        return torch.lerp(least, images.float(), 1 + parameter).clamp_(0, 255).to(torch.uint8)
     if name == "Posterize":
-        step = 2 ** (8 - parameter)
-        return (torch.floor(images / step) * step).to(torch.uint8)
+        return images & (-(2 ** (8 - parameter))).to(torch.uint8)
     if name == "Solarize":
-        return torch.where(images >= 255 * parameter, 255 - images, images)
+        return images ^ (images >= 255 * parameter).to(torch.uint8).neg_()  # 255 - x, by its bits
     return {"AutoContrast": TF.autocontrast, "Equalize": TF.equalize}[name](images)

@@ -94,6 +94,9 @@ class ViTTrainingArguments(TrainingArguments):
         "auto",
         "auto measures which of equal layers are the fastest; plain; or the choice of a run, such as sdpa+joined.",
     )
+    cache_images: bool = flag(
+        False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
+    )
     layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's.")
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
@@ -174,6 +177,7 @@ def refuse_whole_data(args: Arguments) -> None:
         {
             "--check": training.check,
             "--fit_to_images": training.fit_to_images,
+            "--cache_images": training.cache_images,
             "--max_train_minutes": training.max_train_minutes is not None,
             "--validation_fraction": data.validation_fraction != DataArguments.validation_fraction,
             "--test_fraction": data.test_fraction != DataArguments.test_fraction,

@@ -164,7 +164,7 @@ def data_report(trainer: ViTTrainer) -> str:
     bound = "computing" if computing < loading else "loading"
     print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
     if bound == "loading":
-        kept = isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(trainer.args.device)
+        kept = isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
         passes = planned_passes(trainer.args, len(dataset))

@@ -193,9 +193,11 @@ def build_trainer(
             skip_corrupt=data_args.corrupt_images == "skip",
         )  # fmt: skip
     else:
-        train_dataset = dataset_class(splits["train"], image_processor, stages, mixup, data_seed)
+        train_dataset = dataset_class(
+            splits["train"], image_processor, stages, mixup, data_seed, cache_images=training.cache_images
+        )
         if training.whiten_patches:
-            train_dataset.cache_on_device(training.device)
+            train_dataset.keep_decoded(training.device)
             sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
             whiten_patches(model, sample["pixel_values"].to(model.device))
     with blame_the_user():

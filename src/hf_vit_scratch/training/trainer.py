@@ -222,7 +222,7 @@ class ViTTrainer(Trainer):
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, collate_fn=collate, **options)
-        if isinstance(dataset, ImageClassificationDataset) and dataset.cache_on_device(self.args.device):
+        if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
             # Worker processes would have nothing to do, and what is on the device cannot be pinned.
             sampler, drop_last = sampler_fn and sampler_fn(dataset), self.args.dataloader_drop_last
             loader: Any = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last)
