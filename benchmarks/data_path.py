@@ -130,6 +130,12 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     cached = ImageClassificationDataset(files, processor, [augment], mixing=mixing, cache_images=True)
     with patch.object(dataset_module, "DECODED_BYTES_KEPT", 0):  # as if there were more of them
         cached.keep_decoded(device)
+
+    def load(dataset: ImageClassificationDataset) -> int:
+        return len(dataset.__getitems__(range(BATCH))["labels"])
+
+    yield "photograph: decode and crop", partial(images_per_second, partial(load, decoded))
+    yield "photograph: crop from the file", partial(images_per_second, partial(load, cached))
     for number in workers:
         yield f"photograph: decoded for each batch, {number} workers", partial(loading, decoded, number, device)
         yield f"photograph: cached in a file, {number} workers", partial(loading, cached, number, device)

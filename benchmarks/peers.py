@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py                                                 everything
     python benchmarks/peers.py --sizes 32x32 --work training --precision bf16  a part of it
+    python benchmarks/peers.py --quick                                         one size, a few minutes
     python benchmarks/peers.py --sizes 32x32 B/16 --compiled                   through torch.compile
 
 A round runs every model once, in a new order. A ratio is the peer's time divided by ours in the same round, so above 1
@@ -298,7 +299,7 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
             model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
         if name in OPTIMIZED:
             optimize(model.model, images, compile=case.compiled)
-        forward = torch.compile(model) if case.compiled else model
+        forward = torch.compile(model) if case.compiled and name not in OPTIMIZED else model
 
         @torch.inference_mode()
         def infer() -> None:
@@ -310,7 +311,7 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
     if name in OPTIMIZED:
         with torch.autocast(case.device, torch.bfloat16, enabled=case.precision == "bf16"):
             optimize(model.model, images, training=True, compile=case.compiled)
-    forward = torch.compile(model) if case.compiled else model
+    forward = torch.compile(model) if case.compiled and name not in OPTIMIZED else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     labels = torch.randint(case.size.num_labels, (case.batch,), device=case.device)
 
@@ -471,8 +472,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--skip_memory", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="32x32 in the faster precision: a few minutes")
     parser.add_argument("--output", type=Path, help="result file; by default a dated file beside this script")
     args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.skip_memory = ["32x32"], True
+        args.precision = ["bf16" if bf16_is_fast(args.device) else "fp32"]
     names = [*OPTIMIZED, *args.peers, "products"]
     todo = list(cases(args))
     keep_freed_memory()

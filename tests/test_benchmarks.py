@@ -114,7 +114,7 @@ def test_parts_of_the_data_path_run(monkeypatch):
     for name, number in {"BATCH": 4, "PHOTOGRAPHS": 16, "SMALL_IMAGES": 64}.items():
         monkeypatch.setattr(data_path, name, number)
     parts = dict(data_path.parts(torch.device("cpu"), workers=[0]))
-    assert len(parts) == 6
+    assert len(parts) == 8
     assert all(measure() > 0 for measure in parts.values())
 
 

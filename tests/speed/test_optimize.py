@@ -86,11 +86,20 @@ def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, 
     assert len(calls) == 2
 
 
+def test_packed_layers_are_not_compiled():
+    packed, plain = (
+        optimize(build(), PIXELS, compile={"backend": "eager"}, choice=name) for name in ("sdpa+packed", "sdpa")
+    )
+
+    assert (packed.compiled, plain.compiled) == (False, True)
+    assert all(layer._compiled_call_impl is None for layer in packed.model.vit.layers)
+
+
 def test_compiled_models_are_measured_apart_for_training_and_inference(times):
     calls = times()
     for training in (True, False):
         optimize(build(), PIXELS, training=training, compile={"backend": "eager"})
-    assert calls == [["eager", "sdpa"]] * 2
+    assert calls == [["eager", "sdpa"], ["eager", "sdpa", "eager+packed", "sdpa+packed"]]
 
 
 def test_a_damaged_or_unwritable_cache_does_no_harm(times, cache, monkeypatch, tmp_path):

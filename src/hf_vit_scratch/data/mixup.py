@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from .options import MixingArguments
-from .transforms import SampleRNG, rectangle_mask
+from .transforms import SampleRNG
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Mixup(MixingArguments):
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
             mixture, kept = self.draw(images.shape[-2:], rng)
             images = images.float()
-            images = self.mix(images, images.index_select(0, mix_index), mixture.to(images.device))
+            images = self.mix(images, images.index_select(0, mix_index), mixture)
             targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
         return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
 
@@ -90,5 +90,10 @@ class Mixup(MixingArguments):
 
         Shapes: float (B, C, height, width) twice, (B, 5) -> that of the first.
         """
-        own = mixture[:, 0, None, None, None] * ~rectangle_mask(images, mixture[:, 1:])
-        return torch.lerp(others, images, own)
+        mixed = torch.lerp(others, images, mixture[:, 0, None, None, None].to(images.device))
+        for place, (_, *rectangle) in enumerate(mixture.int().tolist()):
+            if rectangle[2]:
+                top, left, tall, wide = rectangle
+                part = (place, slice(None), slice(top, top + tall), slice(left, left + wide))
+                mixed[part] = others[part]
+        return mixed

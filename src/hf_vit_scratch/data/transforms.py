@@ -205,15 +205,6 @@ def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: in
     return images
 
 
-def rectangle_mask(images: Tensor, rectangles: Tensor) -> Tensor:
-    """Return which pixels (B, 1, height, width) lie in their image's rectangle (B, 4): top, left, height, width."""
-    top, left, tall, wide = rectangles.T[..., None]  # (B, 1) each
-    rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
-    inside_rows = (rows >= top) & (rows < top + tall)
-    inside_columns = (columns >= left) & (columns < left + wide)
-    return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
-
-
 def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
     """Apply random operations of torchvision's policy, each image's own."""
     height, width = images.shape[-2:]

@@ -1,7 +1,6 @@
 """Choose the fastest of equal forwards by measuring them on this machine.
 
-A choice is the name of an attention, alone or with the way in which the layers multiply: `"eager"`, `"sdpa+packed"`.
-The attention alone is the plain model.
+A choice names an attention, alone (the plain model) or with how the layers multiply: `"eager"`, `"sdpa+packed"`.
 """
 
 import copy
@@ -39,6 +38,7 @@ FORWARDS: dict[str, dict[str, Callable[..., Any]]] = {
     "convolution": {"ViTScratchAttention": fused.attention_forward, "ViTScratchMLP": fused.mlp_forward},
     "packed": {"ViTScratchLayer": fused.layer_forward},
 }
+CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(FORWARDS, ATTENTIONS)))
 TRAINING, INFERENCE = ("joined", "convolution"), ("packed",)
 SECONDS = 4.0  # for all measurements together; the last round may take longer
 SHARE_OF_RUN = 0.02  # of the time that the run will take
@@ -53,6 +53,7 @@ class Optimization:
     Args:
         model, choice: The model and the name of the choice, which `optimize(..., choice=...)` repeats.
         ratios: Time of each measured candidate divided by that of the model as it was; empty without a measurement.
+        seconds: Time that the choice took.
         attention: The attention that the model had.
         compiled: Whether its layers are compiled.
     """
@@ -60,6 +61,7 @@ class Optimization:
     model: PreTrainedModel
     choice: str
     ratios: dict[str, float]
+    seconds: float
     attention: str
     compiled: bool = False
 
@@ -90,7 +92,8 @@ def optimize(
         model: A model of this package, also one that was loaded with remote code.
         example_batch: Pixels of the size that the model will see, (B, C, height, width), on its device.
         training: Whether the model will be trained.
-        compile: Whether to compile the layers, or options of `torch.compile`. Only the attention is then chosen.
+        compile: Whether to compile the layers, or options of `torch.compile`. Only the attention is then chosen; for
+            inference on a CPU also packed layers, which are faster than compiled ones and stay as they are.
         choice: A name to repeat a choice, `"plain"` to change nothing, or `"auto"` to measure.
         images: Number of images that the model will see. A short run is not worth a measurement.
 
@@ -98,27 +101,27 @@ def optimize(
         ValueError: There is no such choice.
     """
     attention, ratios = cast(str, model.config._attn_implementation), dict[str, float]()
+    start = time.perf_counter()
     _apply(model, attention)
     if choice == "auto":
         choice, ratios = _choose(model, example_batch, training, bool(compile), images)
     elif choice == "plain":
         choice = attention
-    elif choice not in (attention, *ATTENTIONS, *(f"{name}+{way}" for way, name in product(FORWARDS, ATTENTIONS))):
-        ways = ", ".join(f"{attention}+{way}" for way, attention in product(FORWARDS, ATTENTIONS))
-        raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(ATTENTIONS)}, {ways}.")
+    elif choice not in (attention, *CHOICES):
+        raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(CHOICES)}.")
+    seconds = time.perf_counter() - start
     _apply(model, choice)
     options = {"backend": "inductor", **(compile if isinstance(compile, dict) else {})}
-    compiled = bool(compile) and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
-    if compiled:
-        for layer in _layers(model):
-            layer.compile(dynamic=False, **options)
-    return Optimization(model, choice, ratios, attention, compiled)
+    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
+    compiled = bool(compile) and can
+    for layer in _layers(model) if compiled else ():
+        layer.compile(dynamic=False, **options)
+    return Optimization(model, choice, ratios, seconds, attention, compiled)
 
 
 def example_batch_for(model: PreTrainedModel, batch_size: int) -> Tensor:
     """Return pixels of the size, dtype and device of a model, to be given to `optimize`."""
-    config = model.config
-    shape = (batch_size, config.num_channels, *config.image_height_width)
+    shape = (batch_size, model.config.num_channels, *model.config.image_height_width)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
@@ -151,7 +154,7 @@ def _candidates(device: torch.device, attention: str, training: bool, compile: b
     if device.type != "cpu" or attention not in ATTENTIONS:
         return []
     ways: tuple[str, ...] = TRAINING if training else INFERENCE
-    if compile or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if (compile and training) or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         ways = ()
     return [*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(ways, ATTENTIONS))]
 
@@ -186,7 +189,6 @@ def _choose(
     names = _candidates(example_batch.device, plain, training, compile)
     if not names or not images:
         return plain, {}
-    start = time.perf_counter()
     layer, (hidden_states, *args), kwargs = _first_layer(model, example_batch)
     if hidden_states.shape[1] > MOST_EAGER_TOKENS:
         names = [name for name in names if not name.startswith("eager") or name == plain]
@@ -206,7 +208,7 @@ def _choose(
             if fitting < 1:
                 return plain, {}
             steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
-            times = _measure(steps, start + seconds)
+            times = _measure(steps, time.perf_counter() + seconds)
         _write_cache(key, times)
     best = min(names, key=times.__getitem__)
     ratios = {name: seconds / times[plain] for name, seconds in times.items()}
@@ -243,12 +245,11 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
 
     All steps are timed in turn, again and again. One that is clearly slower is left out of further rounds.
     """
-    order, times = list(steps), {name: list[float]() for name in steps}
-    shuffle = random.Random(0).shuffle
+    order, times, rng = list(steps), {name: list[float]() for name in steps}, random.Random(0)
     for step in steps.values():
         step()  # allocates memory
     for number in range(1, MAX_ROUNDS + 1):
-        shuffle(order)
+        rng.shuffle(order)
         for name in order:
             times[name].append(timeit(steps[name], number=1))
         medians = {name: statistics.median(times[name]) for name in order}

@@ -228,10 +228,11 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     """
     training = trainer.args
     if trainer.speed is not None and training.speed_choice == "auto":
-        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in trainer.speed.ratios.items())
+        speed = trainer.speed
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in speed.ratios.items())
         reason = f"the fastest here; time relative to the plain model: {ratios}" if ratios else "not measured"
-        logger.info("Chosen for the machine: speed_choice %s, %s", trainer.speed.choice, reason)
-        recipe.add({"speed_choice": trainer.speed.choice}, "machine", reason)
+        logger.info("Chosen for the machine in %.1f s: speed_choice %s, %s", speed.seconds, speed.choice, reason)
+        recipe.add({"speed_choice": speed.choice}, "machine", reason)
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
     with blame_the_user(until=lambda: trainer.has_started):
