@@ -264,7 +264,7 @@ def apply(images: Tensor, name: str, strength: Numbers, fill: int) -> Tensor:
             least = least.mean((1, 2, 3), keepdim=True)
         return torch.lerp(least, images.float(), 1 + parameter).clamp_(0, 255).to(torch.uint8)
     if name == "Posterize":
-        return images & (-(2 ** (8 - parameter))).to(torch.uint8)
+        return images & (256 - 2 ** (8 - parameter)).to(torch.uint8)
     if name == "Solarize":
         return images ^ (images >= 255 * parameter).to(torch.uint8).neg_()  # 255 - x, by its bits
     return {"AutoContrast": TF.autocontrast, "Equalize": TF.equalize}[name](images)
