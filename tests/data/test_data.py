@@ -538,6 +538,20 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
     assert torch.equal(inputs(dataset, Sample(0, 0, 5))["pixel_values"][0], alone)
 
 
+def test_crops_depend_on_the_epoch_and_not_on_other_changes(image_processor):
+    gradient = Image.fromarray(np.arange(200, dtype=np.uint8)[None, :, None].repeat(200, 0).repeat(3, 2))
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a"])})
+    rows = Dataset.from_dict({"image": [gradient], "label": [0]}, features=features)
+    augment = Augmentation((16, 24), random_resized_crop_scale=0.25, horizontal_flip_prob=0.5)
+    dataset = ImageClassificationDataset(rows, image_processor, [augment])
+
+    images = torch.cat([inputs(dataset, Sample(epoch, 0, 0))["pixel_values"] for epoch in range(300)])
+
+    slope = images[:, 0, 0, -1] - images[:, 0, 0, 0]  # its size is the width of the crop, its sign shows a flip
+    assert len(slope.abs().unique()) > 50
+    assert abs(np.corrcoef(slope.abs(), slope > 0)[0, 1]) < 0.2
+
+
 def test_augmentation_of_small_images_does_not_depend_on_keeping(photographs):
     image_processor = ViTImageProcessor(size={"height": 30, "width": 40}, do_convert_rgb=True)  # as large as they are
     augment = Augmentation((30, 40), random_resized_crop_scale=0.5, rotation_degrees=9)
