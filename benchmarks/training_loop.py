@@ -115,7 +115,7 @@ def images_per_second(name: str, size: Size, batch: int, steps: int, bf16: bool,
     arguments_class, run = LOOPS[name]
     torch.manual_seed(0)
     model = ViTScratchForImageClassification(our_config(size))
-    if use_cpu:  # for all loops alike; `ViTTrainer` repeats the choice
+    if use_cpu and name != "ViTTrainer":  # which does it by itself
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             optimize(model, example_batch_for(model, batch), training=True)
     data = Pixels(size, batch * (steps // 2))  # two epochs
