@@ -813,6 +813,16 @@ def test_images_are_cached_in_a_file_until_they_change(image_processor, photogra
     assert len(decoded) == 4
 
 
+def test_missing_image_is_named_when_a_cache_is_filled(image_processor, photographs, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = Dataset.from_dict({"image": [photographs[0], None], "label": [0, 1]}, features=features)
+    dataset = ImageClassificationDataset(rows, image_processor, cache_images=True)
+
+    with pytest.raises(UserError, match=r"^image 1 is missing: its row holds no image"):
+        dataset.keep_decoded(torch.device("cpu"))
+
+
 def test_cache_that_the_disk_cannot_hold_is_refused(image_processor, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))

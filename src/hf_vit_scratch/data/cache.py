@@ -89,8 +89,10 @@ def _map(file: Path, shape: Shape, shared: bool = False) -> Tensor:
     return torch.from_file(str(file), shared=shared, size=math.prod(shape), dtype=torch.uint8).view(shape)
 
 
-def _identity(row: dict[str, Any]) -> bytes:
+def _identity(row: dict[str, Any] | None) -> bytes:
     """Return what changes when an encoded image changes."""
+    if row is None:
+        return b""  # decoding will name it
     if row["bytes"] is not None:
         return hashlib.sha256(row["bytes"]).digest()
     stat = os.stat(row["path"])

@@ -91,9 +91,8 @@ class Mixup(MixingArguments):
         Shapes: float (B, C, height, width) twice, (B, 5) -> that of the first.
         """
         mixed = torch.lerp(others, images, mixture[:, 0, None, None, None].to(images.device))
-        for place, (_, *rectangle) in enumerate(mixture.int().tolist()):
-            if rectangle[2]:
-                top, left, tall, wide = rectangle
+        for place, (_, top, left, tall, wide) in enumerate(mixture.int().tolist()):
+            if tall:
                 part = (place, slice(None), slice(top, top + tall), slice(left, left + wide))
                 mixed[part] = others[part]
         return mixed

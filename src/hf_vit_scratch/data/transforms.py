@@ -148,6 +148,7 @@ def random_crop(images: Tensor, rng: SampleRNG, padding: int) -> Tensor:
 
 def random_horizontal_flip(images: Tensor, rng: SampleRNG, probability: float) -> Tensor:
     """Mirror some images; `v2.RandomHorizontalFlip`."""
+    # Whole images are selected, because torch.where is slow for bytes.
     mirrored = to_device(rng.uniform() < probability, images, torch.int64)
     both = torch.stack((images, images.flip(3)), dim=1).flatten(0, 1)
     return both.index_select(0, 2 * torch.arange(len(images), device=images.device) + mirrored)
