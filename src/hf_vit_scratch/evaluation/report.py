@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +34,12 @@ def report_on_test_split(
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = trainer.predict(test_dataset)
-    trainer.log_metrics("test", outputs.metrics)
-    metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
+    metrics = dict(outputs.metrics or {})
+    if trainer.args.eval_tta == "flip":
+        with mirrored_views(trainer.model):
+            metrics |= trainer.predict(test_dataset, metric_key_prefix="test_flip").metrics or {}
+    trainer.log_metrics("test", metrics)
+    metrics["epoch"] = trainer.state.epoch
     if not trainer.is_world_process_zero():
         return metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
@@ -53,6 +59,22 @@ def report_on_test_split(
     trainer.create_model_card()
     logger.info("The model, its recipe, metrics, log and figures are in %s", output_dir)
     return metrics
+
+
+@contextmanager
+def mirrored_views(model: PreTrainedModel) -> Iterator[None]:
+    """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts."""
+
+    def average(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        mirrored = module.forward(*args, **kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)})
+        output.logits = (output.logits + mirrored.logits) / 2
+        return output
+
+    hook = model.register_forward_hook(average, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:

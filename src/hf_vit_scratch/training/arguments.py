@@ -102,6 +102,9 @@ class ViTTrainingArguments(TrainingArguments):
     max_train_minutes: float | None = flag(
         None, "Minutes to train, if the epochs do not end before; the schedule follows."
     )
+    eval_tta: str | None = flag(
+        None, "flip: report the test split also with the mean logits of each image and its mirror image."
+    )
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
@@ -109,6 +112,8 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError("remove_unused_columns must stay false: it would look for columns in batches.")
         if self.hub_token is not None:
             raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
+        if self.eval_tta not in (None, "flip"):
+            raise UserError(f"eval_tta must be flip, or left out; got {self.eval_tta!r}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.muon_dtype not in (None, *MUON_DTYPES):
@@ -163,6 +168,7 @@ def refuse_labels(args: Arguments) -> None:
         {
             "--streaming": args.data.streaming,
             "--check": args.training.check,
+            "--eval_tta": args.training.eval_tta,
             "mixing (--mixup_alpha, --cutmix_alpha)": args.mixing.mixup_alpha or args.mixing.cutmix_alpha,
             "--label_smoothing_factor": args.training.label_smoothing_factor,
         },
