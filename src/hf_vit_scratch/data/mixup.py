@@ -17,14 +17,17 @@ from .transforms import SampleRNG
 
 @dataclass
 class Mixup(MixingArguments):
-    """The targets of training: class probabilities, smoothed, and mixed together with the images.
+    """The targets of training: class probabilities, smoothed, weighted, and mixed together with the images.
 
     MixUp, CutMix, one of the two by chance if both are chosen, and label smoothing (Szegedy et al. 2015,
     https://arxiv.org/abs/1512.00567, section 7).
 
     Args:
         num_classes: Number of classes, L.
-        label_smoothing: Probability mass that is spread evenly over all classes.
+        label_smoothing: Probability mass that is spread evenly over all classes. Each of several labels is smoothed
+            as two classes, yes and no.
+        class_weights: Weight of each class in the loss (L,), as in torch's `CrossEntropyLoss` for probabilities.
+            What smoothing spreads has the weight of the image's own classes.
 
     Raises:
         UserError: A value is out of its range.
@@ -32,6 +35,7 @@ class Mixup(MixingArguments):
 
     num_classes: int
     label_smoothing: float = field(default=0.0, kw_only=True)
+    class_weights: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,15 +49,16 @@ class Mixup(MixingArguments):
 
         Args:
             images: uint8 (B, C, height, width). The last image of an odd batch stays as it is.
-            labels: Class ids (B,).
+            labels: Class ids (B,), zeros and ones (B, L), or numbers (B, L), which are mixed as they are.
             rng: Source of the shares; `None` to smooth the labels only.
 
         Returns:
-            The images, float if they are mixed, and class ids (B,) or probabilities (B, L).
+            The images, float if they are mixed, and the labels as they were, or float (B, L).
         """
-        if not (self.mixup_prob or self.label_smoothing):
+        if not (self.mixup_prob or self.label_smoothing or self.class_weights is not None):
             return images, labels
-        targets = F.one_hot(labels, self.num_classes).float()
+        spread = self.num_classes if labels.ndim == 1 else 2
+        targets = F.one_hot(labels, self.num_classes).float() if labels.ndim == 1 else labels.float()
         if rng is not None and self.mixup_prob:
             positions = torch.arange(len(images), device=images.device)
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
@@ -61,7 +66,11 @@ class Mixup(MixingArguments):
             images = images.float()
             images = self.mix(images, images.index_select(0, mix_index), mixture)
             targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
-        return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+        mass: Tensor | float = 1.0
+        if self.class_weights is not None:
+            targets = targets * self.class_weights.to(targets.device)
+            mass = targets.sum(dim=1, keepdim=True)
+        return images, targets * (1 - self.label_smoothing) + mass * self.label_smoothing / spread
 
     def draw(self, image_size: Sequence[int], rng: SampleRNG) -> tuple[Tensor, Tensor]:
         """Draw how images are mixed with others of their size.

@@ -60,18 +60,20 @@ class DataArguments(_Options):
     image is decoded once at the start. Do not follow the links of a stranger: they could take in your own images.
     """
 
-    data: str = flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
+    data: str = flag(
+        "digits", "digits, a folder of class folders, a table of paths, parquet files, or a dataset's name on the Hub."
+    )
     streaming: bool = flag(False, "Read training images while training; for data too large to download.")
     data_config: str | None = flag(None, "Configuration of a dataset on the Hub that has several.")
-    image_column: str | None = flag(None, "Column of the images; found by its type.")
-    label_column: str | None = flag(None, "Column of the labels; found by its type or name.")
+    image_column: str | None = flag(None, "Column of the images, or of their paths; found by its type.")
+    label_column: list[str] | None = flag(None, "Column or columns of the labels; found by its type or name.")
     train_split: str = flag("train", "Split to train on.")
     validation_split: str | None = flag(None, "Split to choose by; 'validation', or cut from train.")
     test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")
     validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
     corrupt_images: str = flag("raise", "What to do with images that cannot be decoded: raise, or skip and name them.")
-    follow_links: bool = flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
+    follow_links: bool = flag(False, "Let links in a folder, and paths in tables, lead out of it.")
 
 
 @dataclass(kw_only=True)
