@@ -14,6 +14,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetInfo, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
@@ -721,15 +722,13 @@ def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_class_weights_enter_the_loss_as_in_torch(mixed, photographs):
-    weights = torch.tensor([0.5, 1.0, 3.0])
-    plain, weighted = (
-        Mixup(3, mixup_alpha=float(mixed), class_weights=chosen) for chosen in (None, weights)
-    )  # fmt: skip
-    images, labels, logits = (
-        torch.zeros(6, 3, 4, 4, dtype=torch.uint8),
-        torch.tensor([0, 1, 2, 2, 0, 1]),
-        torch.randn(6, 3),
-    )
+    counts = np.array([6, 3, 1])
+    rows = np.repeat(np.arange(3), counts)
+    weights = torch.tensor(compute_class_weight("balanced", classes=np.arange(3), y=rows)).float()
+    options = {"mixup_alpha": float(mixed), "class_counts": counts}
+    plain, weighted = (Mixup(3, class_weighting=chosen, **options) for chosen in ("none", "balanced"))
+    images, labels = torch.zeros(6, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 2, 2, 0, 1])
+    logits = torch.randn(6, 3)
     keys = [(0, number) for number in range(6)]
 
     targets, actual = (mixup(images, labels, SampleRNG(keys) if mixed else None)[1] for mixup in (plain, weighted))
@@ -742,11 +741,11 @@ def test_class_weights_enter_the_loss_as_in_torch(mixed, photographs):
 
 
 def test_smoothing_spreads_the_weight_of_the_images_own_class():
-    mixup = Mixup(2, label_smoothing=0.2, class_weights=torch.tensor([0.5, 20.0]))
+    mixup = Mixup(2, label_smoothing=0.2, class_weighting="balanced", class_counts=np.array([9, 1]))
 
     _, targets = mixup(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), None)
 
-    torch.testing.assert_close(targets, torch.tensor([[0.45, 0.05], [2.0, 18.0]]))
+    torch.testing.assert_close(targets, torch.tensor([[0.9, 0.1], [0.1, 0.9]]) * torch.tensor([[10 / 18], [10 / 2]]))
 
 
 def test_several_labels_are_mixed_and_smoothed_each_for_itself():

@@ -157,7 +157,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self.image_processor = image_processor
         self.stages = self.batch_transform.stages
         self.cache_images = cache_images
-        self._labels = torch.from_numpy(targets_of(rows))
+        self.labels = torch.from_numpy(targets_of(rows))
         self._cache: ImageCache | None = None
         self._is_in_memory: bool | None = None  # unknown yet
 
@@ -231,14 +231,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         else:
             rows = zip(self.rows[indices]["image"], numbers, strict=True)
             images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
-        labels = self._labels[indices].to(images.device)
+        labels = self.labels[indices].to(images.device)
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:
         image = self.batch_transform.decode(row, f"image {key[1]}")
         return self.batch_transform.crop([image], key[None], stage)
 
-    def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
+    def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs.
 
         By default they are not augmented: the last of the stages of `training_stages` has no augmentation.

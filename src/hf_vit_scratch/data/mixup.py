@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,8 +27,9 @@ class Mixup(MixingArguments):
         num_classes: Number of classes, L.
         label_smoothing: Probability mass that is spread evenly over all classes. Each of several labels is smoothed
             as two classes, yes and no.
-        class_weights: Weight of each class in the loss (L,), as in torch's `CrossEntropyLoss` for probabilities.
-            What smoothing spreads has the weight of the image's own classes.
+        class_counts: Number of training images of each class, (L,), for `class_weighting`. It weighs a class by the
+            inverse of its number, 1 in the mean over all images, as torch's `CrossEntropyLoss` does. What smoothing
+            spreads has the weight of the image's own classes.
 
     Raises:
         UserError: A value is out of its range.
@@ -35,7 +37,7 @@ class Mixup(MixingArguments):
 
     num_classes: int
     label_smoothing: float = field(default=0.0, kw_only=True)
-    class_weights: Tensor | None = field(default=None, kw_only=True)
+    class_counts: NDArray[np.int64] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +45,10 @@ class Mixup(MixingArguments):
             raise UserError(f"label_smoothing_factor must lie in [0, 1), got {self.label_smoothing}.")
         if not (self.mixup_alpha or self.cutmix_alpha):
             self.mixup_prob = 0.0
+        self.class_weights: Tensor | None = None
+        if self.class_counts is not None and self.class_weighting == "balanced":
+            counts = torch.from_numpy(self.class_counts)
+            self.class_weights = (counts.sum() / (counts > 0).sum() / counts.clamp(min=1)).float()
 
     def __call__(self, images: Tensor, labels: Tensor, rng: SampleRNG | None) -> tuple[Tensor, Tensor]:
         """Mix each image with its neighbor in the batch: the first with the second, the third with the fourth.

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UserError
 
 CORRUPT_POLICIES = ("raise", "skip")
+CLASS_WEIGHTINGS = ("none", "balanced")
 AUGMENT_POLICIES = ("randaugment", "trivialaugment")
 
 Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
@@ -30,6 +31,7 @@ RULES: dict[str, Rule] = {
     "mixup_alpha": CONCENTRATION,
     "cutmix_alpha": CONCENTRATION,
     "mixup_prob": PROBABILITY,
+    "class_weighting": (f"be one of {', '.join(CLASS_WEIGHTINGS)}", lambda value: value in CLASS_WEIGHTINGS),
 }
 
 
@@ -104,7 +106,7 @@ class AugmentationArguments(_Options):
 
 @dataclass(kw_only=True)
 class MixingArguments(_Options):
-    """Mixtures of two training images.
+    """Mixtures of two training images, and the weights of classes.
 
     Sources: MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1) and CutMix (Yun et al. 2019,
     https://arxiv.org/abs/1905.04899, equation 1).
@@ -113,3 +115,6 @@ class MixingArguments(_Options):
     mixup_alpha: float = flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
     cutmix_alpha: float = flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
     mixup_prob: float = flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
+    class_weighting: str = flag(
+        "none", "Weights of the classes in the loss; balanced: by the inverse of their images."
+    )

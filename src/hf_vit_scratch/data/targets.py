@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import chain, compress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, List, Value
@@ -18,11 +18,12 @@ from pyarrow import types
 
 from ..errors import UserError
 
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 NAMES = (types.is_integer, types.is_boolean, types.is_string, types.is_large_string)
 NUMBERS = (types.is_floating, types.is_integer)
 
 
-def problem_type(feature: Any) -> str:
+def problem_type(feature: Any) -> ProblemType:
     """Return the `problem_type` of a model by the feature of its labels."""
     if isinstance(feature, dict):
         return "regression"
@@ -57,6 +58,29 @@ def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
 def targets_of(rows: Dataset) -> NDArray[Any]:
     """Return the targets of all rows of a split."""
     return to_array(rows.features["label"], rows["label"][:])
+
+
+def class_counts(rows: Dataset) -> NDArray[np.int64]:
+    """Return how many images each class or label has."""
+    targets = targets_of(rows)
+    return (
+        targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=rows.features["label"].num_classes)
+    )
+
+
+def imbalance(rows: Dataset) -> str | None:
+    """Return what to try if the rarest of single classes has less than a tenth of the images of the commonest."""
+    names, counts = label_names(rows.features["label"]), class_counts(rows)
+    rarest, commonest = int(counts.argmin()), int(counts.argmax())
+    if (
+        problem_type(rows.features["label"]) != "single_label_classification"
+        or counts[rarest] * 10 >= counts[commonest]
+    ):
+        return None
+    return (
+        f"{names[rarest]!r} has {counts[rarest]} training images, {names[commonest]!r} {counts[commonest]}: accuracy "
+        "will hardly show the rare class. Try --balanced_sampling true, and compare the balanced accuracy."
+    )
 
 
 def is_missing(label: Any) -> bool:

@@ -510,7 +510,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
     more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
-    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
+    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy. With
+    `config.label_std`, the classifier learns standardized numbers, and the logits are in the labels' own units.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)
@@ -544,6 +545,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
+        if self.config.label_std is not None:  # half precision is too coarse for numbers like 1990
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = logits * logits.new_tensor(self.config.label_std) + logits.new_tensor(self.config.label_mean)
         loss = None if labels is None else self._loss(logits, labels)
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -562,7 +566,10 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
                 f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
-        return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
+        labels = labels.long() if has_ids else labels.to(logits.dtype)
+        if self.config.label_std is not None:
+            logits, labels = (numbers / logits.new_tensor(self.config.label_std) for numbers in (logits, labels))
+        return LOSSES[problem_type](logits, labels)
 
 
 class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
