@@ -124,7 +124,7 @@ def test_lists_are_several_labels_per_image(folder):
     feature = rows.features["label"]
     assert problem_type(feature) == "multi_label_classification"
     assert label_names(feature) == ["a", "b", "c"]
-    assert describe(feature) == "any of 3 labels per image"
+    assert describe(feature) == "any of 3 labels for each image"
     numbers = [image.getpixel((0, 0)) // 10 for image in rows["image"]]
     expected = np.array([[0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]])[np.array(numbers) % 4]
     np.testing.assert_array_equal(targets_of(rows), expected)
@@ -155,7 +155,7 @@ def test_decimal_numbers_are_regression(folder):
     rows = label_rows(folder, angle=[number / 2 for number in range(20)])
 
     assert problem_type(rows.features["label"]) == "regression"
-    assert describe(rows.features["label"]) == "one number per image (angle)"
+    assert describe(rows.features["label"]) == "numbers for each image (angle)"
     shades = [image.getpixel((0, 0)) for image in rows["image"]]
     np.testing.assert_array_equal(targets_of(rows), np.array(shades)[:, None] / 20)
     assert targets_of(rows).dtype == np.float32
@@ -200,7 +200,7 @@ def test_files_that_are_missing_are_counted(folder):
 
 
 def test_row_without_a_path_is_named(folder):
-    refused(folder, r"labels\.csv: row 3 has no path in 'file_name'", [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
+    refused(folder, r"1 of its 20 image files are missing; .*None", [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
 
 
 def test_image_with_two_rows_is_refused(folder):
@@ -242,7 +242,7 @@ def test_table_without_paths_is_refused(folder):
 
 def test_numbers_mixed_with_words_are_refused(folder):
     labels = ["0.5"] * 10 + ["n/a"] * 10
-    refused(folder, r"the column 'label' must hold numbers or names, but it holds '0\.5' and 'n/a'", label=labels)
+    refused(folder, r"labels must be numbers or names, but '0\.5' and 'n/a' are mixed types", label=labels)
 
 
 @pytest.mark.parametrize("labels", [[1, "cat"] * 10, [["cat"], "cat"] * 10], ids=["numbers", "lists"])
@@ -298,7 +298,7 @@ def test_number_that_is_not_finite_is_named(folder):
 
 
 def test_list_that_names_a_label_twice_is_refused(folder):
-    message = r"'label' must name each label once, but one names 'a' twice"
+    message = r"a list of labels must name each once\. For zeros and ones, use a column"
     refused(folder, message, suffix=".jsonl", label=[["a", "b"], ["a", "a"]] * 10)
 
 
@@ -306,7 +306,7 @@ def test_image_of_two_tables_is_refused(folder):
     write_table(folder / "metadata.csv", label=LABELS)
     write_table(folder / "metadata.jsonl", label=LABELS)
 
-    with pytest.raises(UserError, match=r"metadata\.csv and .*metadata\.jsonl both list images of train"):
+    with pytest.raises(UserError, match=r"metadata\.jsonl lists images of train, and so does another metadata file"):
         load_splits(str(folder))
 
 

@@ -47,30 +47,25 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         UserError: A table cannot be read, it has no paths, or an image has two rows.
     """
     splits: dict[str, Dataset] = {}
-    origin: dict[str, Path] = {}
-    places = {os.path.join(os.path.normpath(folder), ""): split for split, folder in folders.items()}
     for table in tables:
         rows = _read(table)
         column = _path_column(args, rows)
-        names = rows[column][:]
-        if None in names:
-            raise UserError(f"{table}: row {names.index(None) + 1} has no path in {column!r}. Fill or delete it.")
-        paths = [os.path.normpath(table.parent / str(name)) for name in names]
+        paths = [os.path.normpath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
         paths = [paths[row] for row in order]
-        if twice := next((path for path, following in pairwise(paths) if path == following), None):
+        if twice := [path for path, following in pairwise(paths) if path == following]:
             raise UserError(
-                f"{table}: {twice} has two rows, but an image must have one. Give several labels as columns of 0 and "
-                "1, or in JSON lines as a list."
+                f"{table}: {twice[0]} has two rows, but an image must have one. Give several labels as columns of 0 "
+                "and 1, or in JSON lines as a list."
             )
         images = [{"path": path, "bytes": None} for path in paths]
         rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
-        split_of = [next((places[place] for place in places if path.startswith(place)), "train") for path in paths]
-        for split in dict.fromkeys(split_of):
-            if split in origin:
-                raise UserError(f"{origin[split]} and {table} both list images of {split}. Delete one of them.")
-            origin[split] = table
-            splits[split] = rows.select([row for row, of_row in enumerate(split_of) if of_row == split])
+        places = {split: os.path.join(os.path.normpath(folder), "") for split, folder in folders.items()}
+        found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
+        for split in sorted({*found}):
+            if split in splits:
+                raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
+            splits[split] = rows.select([row for row, name in enumerate(found) if name == split])
     return DatasetDict(splits)
 
 

@@ -14,13 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, List, Value
 from numpy.typing import NDArray
-from pyarrow import types
 
 from ..errors import UserError
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-NAMES = (types.is_integer, types.is_boolean, types.is_string, types.is_large_string)
-NUMBERS = (types.is_floating, types.is_integer)
 
 
 def problem_type(feature: Any) -> ProblemType:
@@ -31,7 +28,7 @@ def problem_type(feature: Any) -> ProblemType:
 
 
 def label_names(feature: Any) -> list[str]:
-    """Return the names of the classes, of the labels or of the numbers."""
+    """Return the names of the classes, labels or numbers."""
     return list(feature) if isinstance(feature, dict) else getattr(feature, "feature", feature).names
 
 
@@ -39,8 +36,8 @@ def describe(feature: Any) -> str:
     """Return in a few words what is learnt."""
     names = label_names(feature)
     if isinstance(feature, dict):
-        return f"{'one number' if len(names) == 1 else f'{len(names)} numbers'} per image ({', '.join(names)})"
-    return f"any of {len(names)} labels per image" if hasattr(feature, "feature") else f"{len(names)} classes"
+        return f"numbers for each image ({', '.join(names)})"
+    return f"any of {len(names)} labels for each image" if hasattr(feature, "feature") else f"{len(names)} classes"
 
 
 def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
@@ -70,16 +67,14 @@ def class_counts(rows: Dataset) -> NDArray[np.int64]:
 
 def imbalance(rows: Dataset) -> str | None:
     """Return what to try if the rarest of single classes has less than a tenth of the images of the commonest."""
-    names, counts = label_names(rows.features["label"]), class_counts(rows)
+    feature, counts = rows.features["label"], class_counts(rows)
     rarest, commonest = int(counts.argmin()), int(counts.argmax())
-    if (
-        problem_type(rows.features["label"]) != "single_label_classification"
-        or counts[rarest] * 10 >= counts[commonest]
-    ):
+    if not isinstance(feature, ClassLabel) or counts[rarest] * 10 >= counts[commonest]:
         return None
+    found = (f"{feature.names[place]!r} has {counts[place]}" for place in (rarest, commonest))
     return (
-        f"{names[rarest]!r} has {counts[rarest]} training images, {names[commonest]!r} {counts[commonest]}: accuracy "
-        "will hardly show the rare class. Try --balanced_sampling true, and compare the balanced accuracy."
+        f"{' training images, '.join(found)}: accuracy will hardly show the rare class. Try --balanced_sampling true, "
+        "and compare the balanced accuracy."
     )
 
 
@@ -87,19 +82,19 @@ def is_missing(label: Any) -> bool:
     """Return whether a row has no label."""
     if isinstance(label, dict):
         return any(value is None or math.isnan(value) for value in label.values())
-    return label is None or (not isinstance(label, list) and label < 0)
+    return label is None or (None in label if isinstance(label, list) else label < 0)
 
 
 def is_valid(feature: Any, label: Any) -> bool:
     """Return whether a label is a known class, a list of such, or finite numbers."""
     if isinstance(label, dict):
-        return not is_missing(label) and all(map(math.isfinite, label.values()))
+        return all(value is not None and math.isfinite(value) for value in label.values())
     ids, number = label if isinstance(label, list) else [label], len(label_names(feature))
     return all(id is not None and 0 <= id < number for id in ids)
 
 
 def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any:
-    """Replace columns of labels by one column `label` of the types above. The training rows choose the type.
+    """Replace columns of labels by one column `label` of the types above. The training rows choose its type.
 
     Raises:
         UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
@@ -114,15 +109,16 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
             f"it is {features[0]}. Leave --streaming out."
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
-    feature: Any = {name: Value("float64") for name in columns}
-    if len(columns) == 1 and _holds(first, *NAMES):
-        values = {split: [value for (value,) in rows] for split, rows in table.items()}
-        feature, labels = _number_names(data, columns[0], values, train)
-    elif len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
-        flags = {split: [None if None in row else [*compress(columns, row)] for row in rows]
+    if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
+        names = {split: [None if None in row else [*compress(columns, row)] for row in rows]
                  for split, rows in table.items()}  # fmt: skip
-        feature, labels = _number_names(data, columns[0], flags, train, columns)
-    elif any(_holds(one, types.is_floating) for one in features) and all(_holds(one, *NUMBERS) for one in features):
+        feature, labels = _number_names(data, train, names, columns)
+    elif len(columns) == 1 and _holds(first, "string", "int", "bool"):
+        feature, labels = _number_names(
+            data, train, {split: [row[0] for row in rows] for split, rows in table.items()}
+        )
+    elif any(_holds(one, "float") for one in features) and all(_holds(one, "float", "int") for one in features):
+        feature = {name: Value("float64") for name in columns}
         labels = {split: [dict(zip(columns, row, strict=True)) for row in rows] for split, rows in table.items()}
     else:
         held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
@@ -138,42 +134,34 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
 
 
 def _number_names(
-    data: str, column: str, values: dict[str, list[Any]], train: str, names: list[str] | None = None
+    data: str, train: str, values: dict[str, list[Any]], names: list[Any] | None = None
 ) -> tuple[Any, dict[str, list[Any]]]:
-    """Return the feature of names, or of lists of names, and their numbers; -1 or `None` for missing ones.
-
-    By default the names are those of the training rows.
-    """
+    """Return the feature of names, or of lists of names, and their numbers. By default, the names are train's."""
     is_list = any(isinstance(value, list) for value in values[train])
-    lists: dict[str, list[list[Any] | None]] = {}
-    for split, rows in values.items():
-        whole = [value if is_list else [value] for value in rows]
-        lists[split] = [None if value is None or None in value else value for value in whole]
-    used = {split: {name for value in rows for name in value or ()} for split, rows in lists.items()}
-    names = sorted(used[train]) if names is None else names
+    lists = {split: [value if is_list else [value] for value in rows] for split, rows in values.items()}
+    used = {split: {*chain(*(value or () for value in rows))} - {None} for split, rows in lists.items()}
+    names = names or sorted(used[train])
     if unseen := set(names).union(*used.values()) - used[train]:
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
         )
     decimals = [name for name in names if re.fullmatch(r"[+-]?\d*\.\d+", str(name))]
-    words = [name for name in names if not re.fullmatch(r"[+-]?\d*\.?\d+", str(name))]
-    if decimals and words:
+    if decimals and (words := [name for name in names if not re.fullmatch(r"[+-]?[\d.]+", str(name))]):
         raise UserError(
-            f"{data}: the column {column!r} must hold numbers or names, but it holds {decimals[0]!r} and "
-            f"{words[0]!r}. Correct or delete these rows."
+            f"{data}: labels must be numbers or names, but {decimals[0]!r} and {words[0]!r} are mixed types. Correct "
+            "or delete these rows."
         )
-    if twice := [name for value in lists[train] if value for name in value if value.count(name) > 1]:
+    if any(len({*value}) < len(value) for value in lists[train] if value):
         raise UserError(
-            f"{data}: a list of the column {column!r} must name each label once, but one names {twice[0]!r} twice. "
-            "Correct it; or for zeros and ones, give each label a column."
+            f"{data}: a list of labels must name each once. For zeros and ones, use a column for each label instead."
         )
     ids = {name: number for number, name in enumerate(names)}
+    numbers = {split: [value and [ids.get(name) for name in value] for value in rows] for split, rows in lists.items()}
     feature = ClassLabel(names=list(map(str, names)))
-    numbers = {split: [value and [ids[name] for name in value] for value in rows] for split, rows in lists.items()}
     if is_list:
         return List(feature), numbers
-    return feature, {split: [-1 if value is None else value[0] for value in rows] for split, rows in numbers.items()}
+    return feature, {split: [-1 if row == [None] else row[0] for row in rows] for split, rows in numbers.items()}
 
 
-def _holds(feature: Any, *kinds: Any) -> bool:
-    return isinstance(feature, Value) and any(is_kind(feature.pa_type) for is_kind in kinds)
+def _holds(feature: Any, *kinds: str) -> bool:
+    return isinstance(feature, Value) and any(kind in feature.dtype for kind in kinds)

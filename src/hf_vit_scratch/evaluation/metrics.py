@@ -1,13 +1,8 @@
-"""Metrics, computed offline: `evaluate.load` would need the network.
-
-The targets tell the kind of problem, as in `data/targets.py`: class ids (N,), integers (N, L), or floats (N, L).
-"""
+"""Metrics for each kind of problem. The targets tell which, as in `data/targets.py`."""
 
 import math
 from typing import Any, cast
 
-import datasets
-import evaluate
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
@@ -38,26 +33,8 @@ SHARES_OF_IMAGES = ("accuracy", "top5_accuracy")  # which have Wilson's interval
 CALIBRATION_BINS = 15
 
 
-class TopKAccuracy(evaluate.Metric):
-    """Share of images whose class is the first, or among the first five, of the model's ranking."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Top-1 and top-5 accuracy from ranked predictions.",
-            citation="",
-            inputs_description="predictions: class ids, best first; references: the true class ids.",
-            features=datasets.Features(
-                {"predictions": datasets.Sequence(datasets.Value("int64")), "references": datasets.Value("int64")}
-            ),
-        )
-
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        hits = np.asarray(predictions) == np.asarray(references)[:, None]
-        return {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
-
-
 def problem_type_of(targets: Any) -> ProblemType:
-    """Return the problem type to which targets belong, tensors or arrays."""
+    """Return the problem type of targets, a tensor or an array: ids (N,), integers (N, L), or floats (N, L)."""
     if targets.ndim == 1:
         return "single_label_classification"
     return "regression" if "float" in str(targets.dtype) else "multi_label_classification"
@@ -107,7 +84,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     if kind == "regression":
         return {"r2": float(r2_score(labels, predictions)), "mae": float(mean_absolute_error(labels, predictions))}
     if kind == "multi_label_classification":
-        defined: list[Any] = [scores for scores in _label_scores(labels, predictions) if scores[0] is not None]
+        defined = [scores for scores in _label_scores(labels, predictions) if scores]
         auroc, precision = np.mean(defined or [(math.nan, math.nan)], axis=0)
         return {
             "average_precision": float(precision),
@@ -116,7 +93,8 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
             "exact_loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
         }
     ranked, _, losses = predictions
-    metrics = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=labels)
+    hits = ranked == labels[:, None]
+    metrics = {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
     for name in SHARES_OF_IMAGES:
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
     averaged = {"average": "macro", "zero_division": 0.0}
@@ -126,12 +104,12 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     return {**metrics, "exact_loss": float(losses.mean(dtype=np.float64))}
 
 
-def _label_scores(labels: NDArray[Any], logits: NDArray[Any]) -> list[tuple[float | None, float | None]]:
-    """Return the AUROC and the average precision of each label; `None` where all images have it, or none."""
+def _label_scores(labels: NDArray[Any], logits: NDArray[Any]) -> list[tuple[float, ...]]:
+    """Return the AUROC and the average precision of each label; neither if all images have it, or none."""
     return [
         (float(roc_auc_score(has_it, score)), float(average_precision_score(has_it, score)))
         if 0 < has_it.sum() < len(has_it)
-        else (None, None)
+        else ()
         for has_it, score in zip(labels.T, logits.T, strict=True)
     ]
 
@@ -167,9 +145,8 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         for label, *of_class in zip(label_names, *scores, strict=True)
     }
     if several:
-        rankings = _label_scores(labels, predictions)
-        for row, (auroc, precision) in zip(report["per_class"].values(), rankings, strict=True):
-            row |= {"auroc": auroc, "average-precision": precision}
+        for row, rankings in zip(report["per_class"].values(), _label_scores(labels, predictions), strict=True):
+            row |= zip(("auroc", "average-precision"), rankings, strict=False)
         return {**report, "calibration": _calibration(expit(predictions).ravel(), labels.ravel() == 1)}
     report["confusion_matrix"] = confusion_matrix(labels, best, labels=ids).tolist()
     return {**report, "calibration": _calibration(predictions[1], best == labels)}

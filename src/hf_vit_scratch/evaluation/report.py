@@ -84,19 +84,17 @@ def _judge(predictions: Any, labels: Any, names: list[str]) -> tuple[NDArray[Any
                 f"taken for {names[best[place]]:.12} ({100 * confidence[place]:.0f}%)\nis {names[labels[place]]:.20}"
             ),
         )
-    if kind == "regression":
-        wrong = np.abs(predictions - labels) / np.maximum(labels.std(axis=0), np.finfo(np.float32).tiny)
-    else:
-        wrong = np.where((predictions > 0) != labels, np.abs(predictions), 0)
-    worst = wrong.argmax(axis=1)
-
-    def caption(place: int) -> str:
-        name, predicted, true = names[worst[place]], predictions[place, worst[place]], labels[place, worst[place]]
-        if kind == "regression":
-            return f"{name:.12}: {predicted:.4g}\nis {true:.4g}"
-        return f"{name:.12}: {100 * expit(predicted):.0f}%\nit is {'' if true else 'not '}there"
-
-    return wrong.max(axis=1), caption
+    answers = predictions if kind == "regression" else expit(predictions)
+    errors = np.abs(answers - labels) / (labels.std(axis=0) + 1e-9 if kind == "regression" else 1)
+    if kind == "multi_label_classification":
+        errors *= errors > 0.5
+    worst = errors.argmax(axis=1)
+    return (
+        errors.max(axis=1),
+        lambda place: (
+            f"{names[worst[place]]:.12}: {answers[place, worst[place]]:.3g}\nis {labels[place, worst[place]]:g}"
+        ),
+    )
 
 
 @torch.no_grad()

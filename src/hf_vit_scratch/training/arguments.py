@@ -163,7 +163,7 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
 
 def refuse_labels(args: Arguments) -> None:
     """Refuse what needs labels where none are read."""
-    _refuse_together(
+    refuse_together(
         "--task masked-image-modeling",
         {
             "--streaming": args.data.streaming,
@@ -179,7 +179,7 @@ def refuse_labels(args: Arguments) -> None:
 def refuse_whole_data(args: Arguments) -> None:
     """Refuse what needs all of the data where they are a stream."""
     data, training = args.data, args.training
-    _refuse_together(
+    refuse_together(
         "--streaming",
         {
             "--class_weighting": args.mixing.class_weighting != "none",
@@ -201,7 +201,8 @@ def refuse_whole_data(args: Arguments) -> None:
             )
 
 
-def _refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+def refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+    """Refuse options that were asked for beside another one."""
     for name, is_asked in asked.items():
         if is_asked:
             raise UserError(f"{name} does not go together with {what}. Leave one of them out.")

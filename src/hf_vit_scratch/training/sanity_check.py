@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -193,12 +194,11 @@ def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
     pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage=min(1, len(dataset.stages) - 1))
     images = [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
-    problem = trainer.model.config.problem_type
-    if problem == "regression":
-        captions = [", ".join(f"{number:.4g}" for number in label) for label in labels]
-    elif problem == "multi_label_classification":
+    if (problem := trainer.model.config.problem_type) is not None:
+        shown = labels.isfinite() if problem == "regression" else labels > 0.1
         captions = [
-            ", ".join(f"{names[place]} {label[place]:.0%}" for place in (label > 0.1).nonzero()) for label in labels
+            ", ".join(f"{name} {value:.3g}" for name, value in zip(compress(names, one), label[one], strict=True))
+            for label, one in zip(labels, shown, strict=True)
         ]
     elif labels.is_floating_point():
         captions = [f"{names[int(label.argmax())]} {label.max() / label.sum():.0%}" for label in labels]

@@ -36,7 +36,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_labels, refuse_whole_data, set_fields
+from .arguments import Arguments, ModelArguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
 from .recipe import Recipe, model_config
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
@@ -53,6 +53,8 @@ def check_and_seed(args: Arguments) -> None:
     """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
     if is_masked(args):
         refuse_labels(args)
+    if args.training.balanced_sampling:
+        refuse_together("--balanced_sampling", {"--class_weighting": args.mixing.class_weighting != "none"})
     with blame_the_user():
         set_seed(args.training.seed)
 
@@ -131,9 +133,8 @@ def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: 
         )
     if kind == "regression":
         numbers = targets_of(rows).astype(np.float64)
-        if constant := [name for name, column in zip(feature, numbers.T, strict=True) if np.ptp(column) == 0]:
-            raise UserError(f"{data}: {constant[0]!r} must differ between images, but it is the same in all of train.")
-        config.label_mean, config.label_std = numbers.mean(axis=0).tolist(), numbers.std(axis=0).tolist()
+        config.label_mean = numbers.mean(axis=0).tolist()
+        config.label_std = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
         if recipe.values("flag").get("label_smoothing_factor"):
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
