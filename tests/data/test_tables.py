@@ -313,7 +313,7 @@ def test_image_of_two_tables_is_refused(folder):
 def test_table_that_cannot_be_read_is_named(folder):
     (folder / "labels.jsonl").write_text("no table\n")
 
-    with pytest.raises(UserError, match=r"labels\.jsonl cannot be read as a table \(JSON parse error"):
+    with pytest.raises(UserError, match=r"labels\.jsonl cannot be read as a table with one type in each column: "):
         load_splits(str(folder / "labels.jsonl"))
 
 

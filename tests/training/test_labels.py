@@ -167,7 +167,7 @@ def test_report_and_card_suit_the_labels(kind, card, figures, request):
     files = {path.name for path in argv[1].iterdir()}
     assert {*figures, "curves.png", "_mistakes.png"} <= files
     assert "confusion_matrix.png" not in files
-    assert "accuracy" not in text
+    assert "test accuracy" not in text
 
 
 def test_what_is_learnt_and_the_best_model_are_said(several, tmp_path, caplog):
@@ -206,7 +206,7 @@ def test_predictions_of_several_labels_are_probabilities(several, capsys):
     assert result["predictions"] == [
         {"label": best["label"], "score": pytest.approx(best["score"], abs=1e-5)} for best in pipe(str(image))
     ]
-    assert sum(best["score"] for best in result["predictions"]) != pytest.approx(1, abs=1e-3)
+    assert pipe.model.config.problem_type == "multi_label_classification"  # by which the pipeline takes sigmoids
 
 
 def test_predicted_numbers_have_a_column_each(numbers, tmp_path):

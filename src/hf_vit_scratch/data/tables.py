@@ -11,7 +11,7 @@ import datasets
 from datasets import Dataset, DatasetDict, Features, load_dataset
 from pyarrow import ArrowException, parquet
 
-from ..errors import UserError
+from ..errors import UserError, blame_the_files
 from .images import SUFFIXES
 from .options import DataArguments
 
@@ -48,7 +48,10 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
     """
     splits: dict[str, Dataset] = {}
     for table in tables:
-        rows = _read(table)
+        reader, options = READERS[table.suffix]
+        with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
+            rows = load_dataset(reader, data_files=str(table), split="train", **options)
+            rows[0]
         column = _path_column(args, rows)
         paths = [os.path.normpath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
@@ -84,21 +87,6 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
             f"--{what}_column."
         )
     return chosen or found
-
-
-def _read(table: Path) -> Dataset:
-    reader, options = READERS[table.suffix]
-    try:
-        rows = load_dataset(reader, data_files=str(table), split="train", **options)
-    except Exception as error:  # of many types, often with the reason as its cause
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise UserError(
-            f"{table} cannot be read as a table ({reason}). A CSV file must begin with the names of its columns, and "
-            "a column must hold one type."
-        ) from error
-    if not len(rows):
-        raise UserError(f"{table} has no rows. Add a row for each image.")
-    return rows
 
 
 def _path_column(args: DataArguments, rows: Dataset) -> str:

@@ -59,10 +59,8 @@ def targets_of(rows: Dataset) -> NDArray[Any]:
 
 def class_counts(rows: Dataset) -> NDArray[np.int64]:
     """Return how many images each class or label has."""
-    targets = targets_of(rows)
-    return (
-        targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=rows.features["label"].num_classes)
-    )
+    targets, number = targets_of(rows), len(label_names(rows.features["label"]))
+    return targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=number)
 
 
 def imbalance(rows: Dataset) -> str | None:
@@ -71,10 +69,10 @@ def imbalance(rows: Dataset) -> str | None:
     rarest, commonest = int(counts.argmin()), int(counts.argmax())
     if not isinstance(feature, ClassLabel) or counts[rarest] * 10 >= counts[commonest]:
         return None
-    found = (f"{feature.names[place]!r} has {counts[place]}" for place in (rarest, commonest))
+    (rare, few), (common, many) = ((feature.names[place], counts[place]) for place in (rarest, commonest))
     return (
-        f"{' training images, '.join(found)}: accuracy will hardly show the rare class. Try --balanced_sampling true, "
-        "and compare the balanced accuracy."
+        f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
+        "--balanced_sampling true, and compare the balanced accuracy."
     )
 
 
@@ -94,7 +92,7 @@ def is_valid(feature: Any, label: Any) -> bool:
 
 
 def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any:
-    """Replace columns of labels by one column `label` of the types above. The training rows choose its type.
+    """Replace columns of labels by one column `label` of the types above, which the training rows choose.
 
     Raises:
         UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
@@ -109,14 +107,15 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
             f"it is {features[0]}. Leave --streaming out."
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
+    is_list = len(columns) > 1 or hasattr(features[0], "feature")
+    lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
-        names = {split: [None if None in row else [*compress(columns, row)] for row in rows]
+        lists = {split: [None if None in row else [*compress(columns, row)] for row in rows]
                  for split, rows in table.items()}  # fmt: skip
-        feature, labels = _number_names(data, train, names, columns)
+        feature, labels = _number_names(data, train, lists, columns)
     elif len(columns) == 1 and _holds(first, "string", "int", "bool"):
-        feature, labels = _number_names(
-            data, train, {split: [row[0] for row in rows] for split, rows in table.items()}
-        )
+        lists = {split: [row[0] if is_list else row for row in rows] for split, rows in table.items()}
+        feature, labels = _number_names(data, train, lists)
     elif any(_holds(one, "float") for one in features) and all(_holds(one, "float", "int") for one in features):
         feature = {name: Value("float64") for name in columns}
         labels = {split: [dict(zip(columns, row, strict=True)) for row in rows] for split, rows in table.items()}
@@ -127,6 +126,8 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
             f"Several columns must all hold 0 and 1, or decimal numbers. But {held}. Correct mixed types, or choose "
             "with --label_column."
         )
+    if not is_list and not isinstance(feature, dict):
+        feature, labels = feature.feature, {split: [row[0] for row in rows] for split, rows in labels.items()}
     return DatasetDict({
         split: rows.remove_columns(columns).add_column("label", labels[split], feature=feature)
         for split, rows in source.items()
@@ -134,14 +135,12 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
 
 
 def _number_names(
-    data: str, train: str, values: dict[str, list[Any]], names: list[Any] | None = None
+    data: str, train: str, lists: dict[str, list[Any]], names: list[Any] | None = None
 ) -> tuple[Any, dict[str, list[Any]]]:
-    """Return the feature of names, or of lists of names, and their numbers. By default, the names are train's."""
-    is_list = any(isinstance(value, list) for value in values[train])
-    lists = {split: [value if is_list else [value] for value in rows] for split, rows in values.items()}
-    used = {split: {*chain(*(value or () for value in rows))} - {None} for split, rows in lists.items()}
+    """Return the feature of lists of names, by default those of the training rows, and the lists of their numbers."""
+    used = {split: {*chain(*(row or () for row in rows))} - {None} for split, rows in lists.items()}
     names = names or sorted(used[train])
-    if unseen := set(names).union(*used.values()) - used[train]:
+    if unseen := {*names}.union(*used.values()) - used[train]:
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
         )
@@ -151,16 +150,13 @@ def _number_names(
             f"{data}: labels must be numbers or names, but {decimals[0]!r} and {words[0]!r} are mixed types. Correct "
             "or delete these rows."
         )
-    if any(len({*value}) < len(value) for value in lists[train] if value):
+    if any(len({*row}) < len(row) for row in lists[train] if row):
         raise UserError(
             f"{data}: a list of labels must name each once. For zeros and ones, use a column for each label instead."
         )
     ids = {name: number for number, name in enumerate(names)}
-    numbers = {split: [value and [ids.get(name) for name in value] for value in rows] for split, rows in lists.items()}
-    feature = ClassLabel(names=list(map(str, names)))
-    if is_list:
-        return List(feature), numbers
-    return feature, {split: [-1 if row == [None] else row[0] for row in rows] for split, rows in numbers.items()}
+    numbers = {split: [row and [ids.get(name) for name in row] for row in rows] for split, rows in lists.items()}
+    return List(ClassLabel(names=list(map(str, names)))), numbers
 
 
 def _holds(feature: Any, *kinds: str) -> bool:

@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
     top_k = min(args.top_k, config.num_labels)
     columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
     if config.problem_type == "regression":
-        top_k, columns = config.num_labels, list(config.id2label.values())
+        top_k, columns = config.num_labels, list((config.id2label or {}).values())
     results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()

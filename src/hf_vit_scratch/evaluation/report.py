@@ -2,14 +2,12 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from datasets import Dataset
-from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import expit
 from transformers import PreTrainedModel
@@ -64,37 +62,29 @@ def report_on_test_split(
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
     """Plot the worst mistakes on the test split into a PNG file, if there are any."""
     path.unlink(missing_ok=True)  # a resumed run may have left one
-    severity, captions = _judge(cast(Any, outputs.predictions), cast(Any, outputs.label_ids), names)
+    predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
+    kind = problem_type_of(labels)
+    if kind == "single_label_classification":
+        ranked, confidence, _ = predictions
+        severity = np.where(ranked[:, 0] != labels, confidence, 0)
+    else:
+        answers = predictions if kind == "regression" else expit(predictions)
+        errors = np.abs(answers - labels)
+        errors = errors / (labels.std(axis=0) + 1e-9) if kind == "regression" else errors * (errors > 0.5)
+        severity, worst = errors.max(axis=1), errors.argmax(axis=1)
+
+    def caption(place: int) -> str:
+        if kind == "single_label_classification":
+            score = f"{100 * confidence[place]:.0f}%"
+            return f"taken for {names[ranked[place, 0]]:.12} ({score})\nis {names[labels[place]]:.20}"
+        at = place, worst[place]
+        return f"{names[worst[place]]:.12}: {answers[at]:.3g}\nis {labels[at]:g}"
+
     places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
     if places:
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
-        plot_images(images, [captions(place) for place in places], path)
-
-
-def _judge(predictions: Any, labels: Any, names: list[str]) -> tuple[NDArray[Any], Callable[[int], str]]:
-    """Return how wrong each prediction is, 0 for a right one, and a function that describes one by its place."""
-    kind = problem_type_of(labels)
-    if kind == "single_label_classification":
-        ranked, confidence, _ = predictions
-        best = ranked[:, 0]
-        return (
-            np.where(best != labels, confidence, 0),
-            lambda place: (
-                f"taken for {names[best[place]]:.12} ({100 * confidence[place]:.0f}%)\nis {names[labels[place]]:.20}"
-            ),
-        )
-    answers = predictions if kind == "regression" else expit(predictions)
-    errors = np.abs(answers - labels) / (labels.std(axis=0) + 1e-9 if kind == "regression" else 1)
-    if kind == "multi_label_classification":
-        errors *= errors > 0.5
-    worst = errors.argmax(axis=1)
-    return (
-        errors.max(axis=1),
-        lambda place: (
-            f"{names[worst[place]]:.12}: {answers[place, worst[place]]:.3g}\nis {labels[place, worst[place]]:g}"
-        ),
-    )
+        plot_images(images, [caption(place) for place in places], path)
 
 
 @torch.no_grad()

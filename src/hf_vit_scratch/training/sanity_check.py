@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,11 +52,10 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
 def _labels(splits: DatasetDict) -> list[str]:
     problems = []
     feature = splits["train"].features["label"]
-    names, kind = label_names(feature), problem_type(feature)
+    names = label_names(feature)
     for split, rows in splits.items():
-        targets = targets_of(rows)
-        if kind == "regression":
-            ranges = zip(names, targets.min(axis=0), targets.max(axis=0), strict=True)
+        if problem_type(feature) == "regression":
+            ranges = zip(names, targets_of(rows).min(axis=0), targets_of(rows).max(axis=0), strict=True)
             listed = "; ".join(f"{name} from {low:g} to {high:g}" for name, low, high in ranges)
             print(f"Numbers    {split}: {len(rows)} images, {listed}")
             continue
@@ -195,10 +193,12 @@ def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
     pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage=min(1, len(dataset.stages) - 1))
     images = [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
     if (problem := trainer.model.config.problem_type) is not None:
-        shown = labels.isfinite() if problem == "regression" else labels > 0.1
+        least = -math.inf if problem == "regression" else 0.1
         captions = [
-            ", ".join(f"{name} {value:.3g}" for name, value in zip(compress(names, one), label[one], strict=True))
-            for label, one in zip(labels, shown, strict=True)
+            ", ".join(
+                f"{name} {value:.3g}" for name, value in zip(names, label.tolist(), strict=True) if value > least
+            )
+            for label in labels
         ]
     elif labels.is_floating_point():
         captions = [f"{names[int(label.argmax())]} {label.max() / label.sum():.0%}" for label in labels]

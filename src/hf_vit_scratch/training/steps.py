@@ -205,11 +205,8 @@ def build_trainer(
             raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
     feature = splits["train"].features["label"]
     counts = class_counts(splits["train"]) if mixing.class_weighting == "balanced" else None
-    smoothing, training.label_smoothing_factor = (
-        training.label_smoothing_factor,
-        0.0,
-    )  # not by the stock Trainer, which
-    # would take the labels from the model, in evaluation too.
+    # The Trainer's own smoothing would take the labels from the model, in evaluation too.
+    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
     mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
     data_seed = seed if training.data_seed is None else training.data_seed
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
