@@ -76,9 +76,9 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         classifier_hidden_size: Width of a hidden layer before the classifier; `None` for one linear layer.
         classifier_act: Activation of that hidden layer.
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
-        label_mean: Mean of each label in the training images of a regression. The classifier's numbers are multiplied
-            by `label_std` and added to it, so that the model answers in the labels' own units.
-        label_std: Standard deviation of each label there. The loss is that of labels divided by it. `None` for 1.
+        label_mean: Mean of each number in the training images of a regression, with `label_std`.
+        label_std: Standard deviation of each there. The classifier learns `(label - mean) / std`, and the model answers
+            in the labels' own units.
         encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
             encoder keeps its grid, so that is the patch size: `None`, or the same number.
         out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and

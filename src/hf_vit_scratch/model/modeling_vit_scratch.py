@@ -545,10 +545,11 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
-        if self.config.label_std is not None:  # half precision is too coarse for numbers like 1990
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logits = logits * logits.new_tensor(self.config.label_std) + logits.new_tensor(self.config.label_mean)
         loss = None if labels is None else self._loss(logits, labels)
+        if self.config.label_std is not None:
+            wide = torch.promote_types(logits.dtype, torch.float32)  # half precision is too coarse for 1990
+            std, mean = logits.new_tensor([self.config.label_std, self.config.label_mean], dtype=wide)
+            logits = logits * std + mean
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -566,10 +567,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
                 f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
-        labels = labels.long() if has_ids else labels.to(logits.dtype)
         if self.config.label_std is not None:
-            logits, labels = (numbers / logits.new_tensor(self.config.label_std) for numbers in (logits, labels))
-        return LOSSES[problem_type](logits, labels)
+            labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_std)
+        return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
 
 
 class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
