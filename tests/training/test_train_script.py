@@ -371,7 +371,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
         ),
         (
             ["--metric_for_best_model", "acc"],
-            r"^metric_for_best_model must be one of loss, accuracy, top5_accuracy; got",
+            r"^metric_for_best_model must be one of accuracy, top5_accuracy, balanced_accuracy, macro_f1, loss; got",
         ),
         (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out; got 'crops'\."),
     ],

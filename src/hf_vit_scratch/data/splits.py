@@ -1,7 +1,8 @@
 """Images and labels from anywhere, as three named splits; knows nothing of models.
 
-Sources: the digits that ship inside scikit-learn, a folder of class folders, local parquet files, or a dataset on the
-Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and `label` (`ClassLabel`).
+Sources: the digits that ship inside scikit-learn, a folder of class folders, a table of paths, local parquet files, or
+a dataset on the Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and
+`label` (see `targets.py`).
 """
 
 import hashlib
@@ -20,11 +21,13 @@ from datasets.fingerprint import Hasher
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
-from pyarrow import compute, types
+from pyarrow import compute
 
 from ..errors import UserError
 from .images import check_header, decode_image, find_image_files, warn_of_others
 from .options import DataArguments
+from .tables import find_columns, find_tables, load_tables
+from .targets import encode_labels, is_missing, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     args = DataArguments(data=data, **choices)
     source = _load_source(args, labelled)
     chosen = _choose_splits(args, source)
+    source = type(source)({split: source[split] for split in chosen.values()})
     source = _name_columns(args, source, labelled)
 
     splits = {}
@@ -88,7 +92,7 @@ def fingerprint(splits: DatasetDict) -> str:
             paths = paths.take(rows._indices.column(0))
         names = [os.path.basename(path or "") for path in paths.to_pylist()]
         digest.update("\n".join([split, *names]).encode(errors="replace"))
-        digest.update(np.asarray(rows["label"][:], dtype=np.int64).tobytes())
+        digest.update(targets_of(rows).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
 
 
@@ -112,13 +116,14 @@ def load_digits() -> DatasetDict:
 
 def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
-    names = rows.features["label"].names
-    labels = np.asarray([-1 if label is None else label for label in rows["label"][:]])
-    unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
-    if len(unknown):
+    feature, labels = rows.features["label"], rows["label"][:]
+    if wrong := [row for row, label in enumerate(labels) if not is_valid(feature, label)]:
+        allowed = f"outside 0 to {len(label_names(feature)) - 1}"
+        if problem_type(feature) == "regression":
+            allowed = "that is no finite number"
         raise UserError(
-            f"{data}: {len(unknown)} rows of {split} have a label outside 0 to {len(names) - 1}; the first is row "
-            f"{unknown[0]} with {labels[unknown[0]]}. Correct or delete them."
+            f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is row {wrong[0]} with "
+            f"{labels[wrong[0]]}. Correct or delete them."
         )
 
 
@@ -145,16 +150,21 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
     data, streaming = args.data, args.streaming
     path = Path(data).expanduser()
-    if data == "digits" or (path.is_dir() and not any(path.rglob("*.parquet"))):
+    root = path if path.is_dir() else path.parent
+    folders = _folders_of_splits(root) if path.exists() else {}
+    tables = find_tables(path, [root, *folders.values()] if labelled else [])
+    if data == "digits" or tables or (path.is_dir() and not any(path.rglob("*.parquet"))):
         if streaming:
             raise UserError(
                 f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
             )
         if data == "digits":
             return load_digits()
-        source = _load_folder(path, labelled, args)
+        source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
         if not args.follow_links:
-            _refuse_files_outside(path, source)
+            _refuse_files_outside(root, source)
+        if args.corrupt_images == "raise":
+            _check_files(data, source)
         return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
@@ -175,7 +185,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     if not streaming and not path.exists():
         _refuse_own_files(data, source)
     elif not streaming and not args.follow_links:
-        _refuse_files_outside(path if path.is_dir() else path.parent, source)
+        _refuse_files_outside(root, source)
     return source
 
 
@@ -192,9 +202,6 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
             _check_class_folders(folder, files, names, splits["train"])
         elif not files:
             raise UserError(f"{folder}: there are no images.")
-        if args.corrupt_images == "raise":  # the headers only, to find what is no image before training
-            for file, _ in files:
-                check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
             features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
@@ -206,16 +213,21 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
-    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
+def _folders_of_splits(root: Path) -> dict[str, Path]:
+    """Return the folders inside a folder that have the names of splits."""
     folders = {name.lower(): root / name for name in _subfolders(root)}
-    splits = {
+    return {
         split: next(folders[name] for name in names if name in folders)
         for split, names in SPLIT_NAMES.items()
         if not folders.keys().isdisjoint(names)
     }
+
+
+def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
+    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
+    folders, splits = [root / name for name in _subfolders(root)], _folders_of_splits(root)
     if "train" in splits and (not labelled or _subfolders(splits["train"])):  # a class may be called train
-        beside = [] if labelled else [folder for folder in folders.values() if folder not in splits.values()]
+        beside = [] if labelled else [folder for folder in folders if folder not in splits.values()]
         if unused := [folder.name for folder in beside if find_image_files(folder)[0]]:
             raise UserError(
                 f"{root}: {splits['train'].name} is the training split, and the images in {', '.join(unused)} beside"
@@ -224,8 +236,8 @@ def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
         return splits
     if labelled and splits and len(splits) == len(folders):
         raise UserError(
-            f"{root}: one of the folders {', '.join(sorted(folders))} must be train, with class folders in it. Add or "
-            "rename it."
+            f"{root}: one of the folders {', '.join(folder.name for folder in folders)} must be train, with class "
+            "folders in it. Add or rename it."
         )
     return {"train": root}
 
@@ -249,14 +261,27 @@ def _check_class_folders(folder: Path, files: list[tuple[Path, str]], names: lis
         raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
 
 
+def _check_files(data: str, source: DatasetDict) -> None:
+    """Find what is missing or no image before training, by the headers only."""
+    files = [path for rows in source.values() for path in image_paths(rows)]
+    if missing := [path for path in files if not os.path.isfile(path)]:
+        raise UserError(
+            f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
+            "the paths, or leave such images out with --corrupt_images skip."
+        )
+    for path in files:
+        check_header(Path(path))
+
+
 def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
-    """Refuse links, and paths in parquet files, that lead out of a folder, which somebody else may have made."""
+    """Refuse links, and paths in tables, that lead out of a folder, which somebody else may have made."""
     files = [Path(path) for rows in source.values() for path in image_paths(rows)]
     inside, folders = root.resolve(), {file.parent for file in files}
     # Few files are links, and to ask each where it is takes a minute for a million.
     for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
         if not (found := path.resolve()).is_relative_to(inside):
-            raise UserError(f"{path} leads to {found}, outside of {root}. If that is meant, give --follow_links true.")
+            leads = "lies" if path == found else f"leads to {found},"
+            raise UserError(f"{path} {leads} outside of {root}. If that is meant, give --follow_links true.")
 
 
 def _refuse_own_files(data: str, source: DatasetDict) -> None:
@@ -295,22 +320,6 @@ def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
     return chosen
 
 
-def _find_column(args: DataArguments, features: Features, what: str, found: list[str]) -> str:
-    """Return the chosen column, or the only one that was found."""
-    chosen = getattr(args, f"{what}_column")
-    possible = found if what == "image" else features  # a label may be of several types
-    if chosen is None and len(found) != 1:
-        raise UserError(
-            f"{args.data}: there must be one column of {what}s, found {found} among {sorted(features)}. Name it with "
-            f"--{what}_column."
-        )
-    if chosen is not None and chosen not in possible:
-        raise UserError(
-            f"{args.data}: there is no {what} column {chosen!r}, only {sorted(possible)}. Choose with --{what}_column."
-        )
-    return chosen or found[0]
-
-
 def _with_labels(rows: Dataset, labels: list[int], names: list[str]) -> Dataset:
     return rows.add_column("label", labels, feature=ClassLabel(names=names))
 
@@ -323,53 +332,30 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
             f"{data}: the columns of this kind of data are not known before it is read. Use parquet files."
         )
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    image = _find_column(args, features, "image", images)
-    new_names = {image: "image"}
+    (image,) = find_columns(args, "image", images, images)
+    labels: list[str] = []
     if labelled:
-        labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-        labels = labels or [name for name in ("label", "labels") if name in features]
-        label = _find_column(args, features, "label", labels)
-        new_names[label] = "label"
+        classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
+        named = [name for name in ("label", "labels") if name in features]
+        labels = find_columns(args, "label", classes or named, features)
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
-    source = source.select_columns(list(new_names))
-    # A name that stays would be refused.
-    source = source.rename_columns({old: new for old, new in new_names.items() if old != new})
+    source = source.select_columns([image, *labels])
+    if image != "image":  # a name that stays would be refused
+        source = source.rename_column(image, "image")
     if not labelled:
         return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
-    feature = features[label]
-    if not isinstance(feature, ClassLabel):
-        if args.streaming:
-            raise UserError(
-                f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names the classes; it "
-                f"is {feature}. Leave --streaming out."
-            )
-        source = _number_classes(data, source, label, feature)
-        feature = source[args.train_split].features["label"]
-    if feature.num_classes < 2:
+    source = encode_labels(data, source, args.train_split, labels)
+    feature = source[args.train_split].features["label"]
+    if problem_type(feature) == "single_label_classification" and feature.num_classes < 2:
         raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
     return source
-
-
-def _number_classes(data: str, source: DatasetDict, column: str, feature: Any) -> DatasetDict:
-    """Replace labels of another type, the same for all splits, by class ids, and missing ones by -1."""
-    kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_boolean)
-    if not isinstance(feature, datasets.Value) or not any(is_kind(feature.pa_type) for is_kind in kinds):
-        raise UserError(f"{data}: the column {column!r} must hold one class per image, but it holds {feature}.")
-    values = {split: rows["label"][:] for split, rows in source.items()}
-    names = sorted({value for column in values.values() for value in column if value is not None})
-    ids = {name: number for number, name in enumerate(names)}
-    numbered = {}
-    for split, rows in source.items():
-        labels = [ids.get(value, -1) for value in values[split]]
-        numbered[split] = _with_labels(rows.remove_columns("label"), labels, list(map(str, names)))
-    return DatasetDict(numbered)
 
 
 def _has_unlabelled(rows: Dataset | IterableDataset) -> bool:
     """Return whether a label is missing; in a stream, the first one stands for all."""
     labels = rows["label"][:] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
-    return any(label is None or label < 0 for label in labels)
+    return any(map(is_missing, labels))
 
 
 def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:
@@ -409,7 +395,7 @@ def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> 
                 "--validation_split."
             )
     rows = splits[source]
-    counts = np.bincount(rows["label"][:], minlength=rows.features["label"].num_classes)
+    counts = np.bincount(_strata(rows))
     for name, fraction in fractions.items():
         if name not in splits:
             number = np.maximum(1, np.rint(fraction * counts).astype(int))
@@ -418,21 +404,27 @@ def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> 
             logger.info("%s: %s cut for %s", args.data, share, name)
 
 
+def _strata(rows: Dataset) -> np.ndarray:
+    """Return the classes of the rows; 0 for all where a row has no single class."""
+    targets = targets_of(rows)
+    return targets if targets.ndim == 1 else np.zeros(len(targets), int)
+
+
 def _cut(data: str, rows: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
     """Cut `counts[c]` images of each class c from the rows, but leave one.
 
     `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
     """
     generator = np.random.default_rng(seed)
-    labels = np.asarray(rows["label"][:])
+    labels = _strata(rows)
     cut = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         places = generator.permutation(np.flatnonzero(labels == label))
         if len(places) == 1:
             raise UserError(
-                f"{data}: the class {rows.features['label'].names[label]!r} has too few images to cut a validation "
-                "and a test split from the training images: one is left. Add images, or give splits of your own "
-                "(folders train, val and test)."
+                f"{data}: the class {label_names(rows.features['label'])[label]!r} has too few images to cut a "
+                "validation and a test split from the training images: one is left. Add images, or give splits of "
+                "your own (folders train, val and test)."
             )
         cut[places[: min(counts[label], len(places) - 1)]] = True
     return rows.select(np.flatnonzero(~cut)), rows.select(np.flatnonzero(cut))

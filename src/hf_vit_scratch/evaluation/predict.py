@@ -9,7 +9,7 @@ is classified whatever its suffix. Results keep the order of the arguments; a fo
     jsonl   {"image": PATH, "predictions": [{"label": NAME, "score": NUMBER}, ...]} for each image, best class first
             {"image": PATH, "error": WHY} for an image that cannot be decoded
     csv     the columns image, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only image
-            and error are filled
+            and error are filled. A model that was trained on numbers has a column for each of them instead
 
 An image that cannot be decoded is named on standard error and skipped. The exit code is 0, or 1 if there was such an
 image, or 2 if the command cannot be carried out.
@@ -142,8 +142,9 @@ def predict(
 
 
 def _table_row(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of `predict` as a row of the table."""
-    row = {name: value for name, value in result.items() if name != "predictions"}
+    """Return a result of `predict` as a row of the table, by names and by ranks."""
+    row = {prediction["label"]: prediction["score"] for prediction in result.get("predictions", ())}
+    row |= {name: value for name, value in result.items() if name != "predictions"}
     for rank, prediction in enumerate(result.get("predictions", ()), 1):
         row |= {f"{name}_{rank}": value for name, value in prediction.items()}
     return row
@@ -170,8 +171,11 @@ def main(argv: list[str]) -> int:
         transformers_logging.disable_progress_bar()  # also that of loading
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
-    top_k, num_broken = min(args.top_k, classifier.model.config.num_labels), 0
-    columns = ["image", *(f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")), "error"]
+    config, num_broken = classifier.model.config, 0
+    top_k = min(args.top_k, config.num_labels)
+    columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
+    if config.problem_type == "regression":
+        top_k, columns = config.num_labels, list((config.id2label or {}).values())
     results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
@@ -181,7 +185,7 @@ def main(argv: list[str]) -> int:
         # The names of files may not be UTF-8.
         output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
     with output as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table = csv.DictWriter(file, ["image", *columns, "error"], extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()
         for result in tqdm(results, total=len(paths), unit="image", disable=in_terminal or None):

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
+from scipy.special import expit
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image, denormalize
 from ..data.masking import MaskedImageDataset
-from .figures import plot_curves, plot_images
-from .metrics import detailed_report
-from .model_card import MISTAKES, describe_machine
+from ..data.targets import label_names
+from .figures import plot_curves, plot_images, plot_numbers
+from .metrics import detailed_report, problem_type_of
+from .model_card import MISTAKES, NUMBERS, describe_machine
 
 NUM_MISTAKES = 24  # in the figure
 
@@ -49,8 +51,10 @@ def report_on_test_split(
         draw_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
     else:
-        names = test_dataset.rows.features["label"].names
+        names = label_names(test_dataset.rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
+        if report["problem_type"] == "regression":
+            plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / NUMBERS)
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
         draw_mistakes(outputs, test_dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
@@ -77,22 +81,32 @@ def mirrored_views(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:
-    """Plot the most confident mistakes on the test split into a PNG file, if there are any."""
+def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
+    """Plot the worst mistakes on the test split into a PNG file, if there are any."""
     path.unlink(missing_ok=True)  # a resumed run may have left one
-    labels = cast(Any, outputs.label_ids)
-    ranked, confidence, _ = cast(tuple[Any, ...], outputs.predictions)
-    wrong = np.flatnonzero(ranked[:, 0] != labels)
-    places = wrong[np.argsort(-confidence[wrong], kind="stable")][:NUM_MISTAKES].tolist()
-    captions = [
-        f"taken for {label_names[ranked[place, 0]]:.12} ({100 * confidence[place]:.0f}%)\n"
-        f"is {label_names[labels[place]]:.20}"
-        for place in places
-    ]
+    predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
+    kind = problem_type_of(labels)
+    if kind == "single_label_classification":
+        ranked, confidence, _ = predictions
+        severity = np.where(ranked[:, 0] != labels, confidence, 0)
+    else:
+        answers = predictions if kind == "regression" else expit(predictions)
+        errors = np.abs(answers - labels)
+        errors = errors / (labels.std(axis=0) + 1e-9) if kind == "regression" else errors * (errors > 0.5)
+        severity, worst = errors.max(axis=1), errors.argmax(axis=1)
+
+    def caption(place: int) -> str:
+        if kind == "single_label_classification":
+            score = f"{100 * confidence[place]:.0f}%"
+            return f"taken for {names[ranked[place, 0]]:.12} ({score})\nis {names[labels[place]]:.20}"
+        at = place, worst[place]
+        return f"{names[worst[place]]:.12}: {answers[at]:.3g}\nis {labels[at]:g}"
+
+    places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
     if places:
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
-        plot_images(images, captions, path)
+        plot_images(images, [caption(place) for place in places], path)
 
 
 @torch.no_grad()

@@ -510,7 +510,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
     more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
-    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
+    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy. With
+    `config.label_std`, the classifier learns standardized numbers, and the logits are in the labels' own units.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)
@@ -545,6 +546,10 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
+        if self.config.label_std is not None:
+            wide = torch.promote_types(logits.dtype, torch.float32)  # half precision is too coarse for 1990
+            std, mean = logits.new_tensor([self.config.label_std, self.config.label_mean], dtype=wide)
+            logits = logits * std + mean
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -562,6 +567,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
                 f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
+        if self.config.label_std is not None:
+            labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_std)
         return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
 
 

@@ -97,6 +97,9 @@ class ViTTrainingArguments(TrainingArguments):
     cache_images: bool = flag(
         False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
     )
+    balanced_sampling: bool = flag(
+        False, "Show images of every class equally often, those of rare classes repeatedly."
+    )
     layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's.")
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
@@ -118,6 +121,8 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.muon_dtype not in (None, *MUON_DTYPES):
             raise UserError(f"muon_dtype must be one of {', '.join(MUON_DTYPES)}; got {self.muon_dtype!r}.")
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("mae"):
+            self.greater_is_better = False
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
@@ -163,7 +168,7 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
 
 def refuse_labels(args: Arguments) -> None:
     """Refuse what needs labels where none are read."""
-    _refuse_together(
+    refuse_together(
         "--task masked-image-modeling",
         {
             "--streaming": args.data.streaming,
@@ -171,6 +176,8 @@ def refuse_labels(args: Arguments) -> None:
             "--eval_tta": args.training.eval_tta,
             "mixing (--mixup_alpha, --cutmix_alpha)": args.mixing.mixup_alpha or args.mixing.cutmix_alpha,
             "--label_smoothing_factor": args.training.label_smoothing_factor,
+            "--class_weighting": args.mixing.class_weighting != "none",
+            "--balanced_sampling": args.training.balanced_sampling,
         },
     )
 
@@ -178,9 +185,11 @@ def refuse_labels(args: Arguments) -> None:
 def refuse_whole_data(args: Arguments) -> None:
     """Refuse what needs all of the data where they are a stream."""
     data, training = args.data, args.training
-    _refuse_together(
+    refuse_together(
         "--streaming",
         {
+            "--class_weighting": args.mixing.class_weighting != "none",
+            "--balanced_sampling": training.balanced_sampling,
             "--check": training.check,
             "--fit_to_images": training.fit_to_images,
             "--cache_images": training.cache_images,
@@ -198,7 +207,8 @@ def refuse_whole_data(args: Arguments) -> None:
             )
 
 
-def _refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+def refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+    """Refuse options that were asked for beside another one."""
     for name, is_asked in asked.items():
         if is_asked:
             raise UserError(f"{name} does not go together with {what}. Leave one of them out.")

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
@@ -24,6 +25,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
+from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, targets_of
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -34,7 +36,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_labels, refuse_whole_data, set_fields
+from .arguments import Arguments, ModelArguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
 from .recipe import Recipe, model_config
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
@@ -49,13 +51,12 @@ def is_masked(args: Arguments) -> bool:
 
 def check_and_seed(args: Arguments) -> None:
     """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
-    training = args.training
-    if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
-        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
     if is_masked(args):
         refuse_labels(args)
+    if args.training.balanced_sampling:
+        refuse_together("--balanced_sampling", {"--class_weighting": args.mixing.class_weighting != "none"})
     with blame_the_user():
-        set_seed(training.seed)
+        set_seed(args.training.seed)
 
 
 def load_data(args: Arguments) -> DatasetDict:
@@ -96,7 +97,9 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         recipe.images = images
     if training.fit_to_images:
         auto_config.fit_sizes(args, splits["train"], recipe)
-    config, start = model_config(args.model, splits["validation"].features["label"].names)
+    config, start = model_config(args.model, label_names(splits["validation"].features["label"]))
+    if not is_masked(args):
+        fit_to_labels(args, config, splits["train"], recipe)
     recipe.machine = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
@@ -108,6 +111,37 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     return config, start
+
+
+def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: Recipe) -> None:
+    """Choose the loss, the metric and the units by the labels of the training rows, and refuse what does not fit."""
+    training, feature = args.training, rows.features["label"]
+    kind, data = problem_type(feature), args.data.data
+    single = kind == "single_label_classification"
+    config.problem_type = None if single else kind
+    config.label_mean = config.label_std = None
+    if "metric_for_best_model" not in recipe.settings and not single:
+        training.metric_for_best_model = METRIC_NAMES[kind][0]
+        recipe.add({"metric_for_best_model": METRIC_NAMES[kind][0]}, "images", describe(feature))
+    metric = training.metric_for_best_model
+    if metric is not None and metric.removeprefix("eval_") not in METRIC_NAMES[kind]:
+        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES[kind])}; got {metric!r}.")
+    if not single and (training.balanced_sampling or args.mixing.class_weighting != "none"):
+        raise UserError(
+            f"{data}: --balanced_sampling and --class_weighting need one class per image, but the labels are "
+            f"{describe(feature)}. Leave them out."
+        )
+    if kind == "regression":
+        numbers = targets_of(rows).astype(np.float64)
+        config.label_mean = numbers.mean(axis=0).tolist()
+        config.label_std = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
+        if recipe.values("flag").get("label_smoothing_factor"):
+            raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
+        training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
+    elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
+        helped = training.balanced_sampling or args.mixing.class_weighting != "none"
+        if (problem := imbalance(rows)) and not helped:
+            logger.warning(problem)
 
 
 def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTImageProcessor:
@@ -169,10 +203,11 @@ def build_trainer(
     for size in (augment.image_size for augment in stages if augment is not None):
         if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
             raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
+    feature = splits["train"].features["label"]
+    counts = class_counts(splits["train"]) if mixing.class_weighting == "balanced" else None
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
-    num_classes = splits["validation"].features["label"].num_classes
-    mixup = Mixup(num_classes, **vars(mixing), label_smoothing=training.label_smoothing_factor)
-    training.label_smoothing_factor = 0.0
+    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
+    mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
     data_seed = seed if training.data_seed is None else training.data_seed
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
     if masked:
@@ -212,10 +247,10 @@ def build_trainer(
             stage=stage,
         )
     logger.info(
-        "%.2fM parameters; %s; %d classes; training on %s",
+        "%.2fM parameters; %s; %s; training on %s",
         model.num_parameters() / 1e6,
         ", ".join(f"{len(rows)} {name}" for name, rows in splits.items() if isinstance(rows, Dataset)),
-        num_classes,
+        describe(feature),
         training.device,
     )
     return trainer, dataset_class(splits["test"], image_processor)

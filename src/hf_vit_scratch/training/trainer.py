@@ -250,6 +250,7 @@ class ViTTrainer(Trainer):
             args.seed if args.data_seed is None else args.data_seed,
             batch_size * args.gradient_accumulation_steps,
             lambda passed: self.stage(max(passed / epochs, self.clock.progress)),
+            rows.labels.numpy() if args.balanced_sampling else None,
         )
         return self.sampler
 
