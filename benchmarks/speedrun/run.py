@@ -3,9 +3,10 @@
     python benchmarks/speedrun/run.py 15 --data FOLDER
     python benchmarks/speedrun/run.py 5 --data FOLDER -- --max_train_minutes 4.5
 
-The command is `python train.py cifar10_cpu`, once for each seed, with what follows `--`. Its seconds go from its start to
-its end, with imports, reading, compiling and the report. The entry is refused if one run takes longer than the limit, or
-if the test split is not the whole one. Nothing else may run at the same time. The last line is a row for README.md.
+The command is `python train.py cifar10_cpu`, once for each seed, with what follows `--`. Its seconds go from its start
+to its end, with imports, reading, compiling and the report. The entry is refused if one run takes longer than the
+limit, or if the test split is not the whole one. Nothing else may run at the same time. The last line is a row for
+README.md.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
         seconds.append(took)
         accuracies.append(100 * metrics["test_accuracy"])
         mirrored.append(100 * metrics["test_flip_accuracy"])
-        print(f"seed {seed}: {accuracies[-1]:.2f}, with the mirrored view {mirrored[-1]:.2f}, {took:.0f} s", flush=True)
+        print(f"seed {seed}: {accuracies[-1]:.2f}, mirrored view {mirrored[-1]:.2f}, {took:.0f} s", flush=True)
     flags = f" `{shlex.join(args.options)}`" if args.options else ""
     each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
     print(f"{metrics['hardware']}. {metrics['versions']}.")
