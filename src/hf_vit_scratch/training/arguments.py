@@ -1,4 +1,4 @@
-"""The flags of `train.py`, as dataclasses."""
+"""The flags of `vit-scratch train`, as dataclasses."""
 
 import math
 from collections.abc import Mapping
@@ -57,9 +57,7 @@ class ModelArguments:
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
-    output_dir: str = flag(
-        "runs/train", "Where the run is written; train.py never overwrites a folder that holds one."
-    )
+    output_dir: str = flag("runs/train", "Where the run is written. A folder that holds a run is never overwritten.")
     # The stock default drops the column of images before they are read.
     remove_unused_columns: bool = flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.

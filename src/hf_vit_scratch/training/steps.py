@@ -1,4 +1,4 @@
-"""The steps of a training run, in the order in which `train.py` takes them.
+"""The steps of a training run, in the order in which `run.py` takes them.
 
 Each raises a `UserError` if something that the user gave cannot be used.
 """
