@@ -2,6 +2,8 @@
 
     python train.py                         the digits of scikit-learn, no network needed
     accelerate launch train.py cifar10_cpu  many devices
+
+Without this file, `accelerate launch -m vit_scratch train cifar10_cpu` does the same.
 """
 
 import sys

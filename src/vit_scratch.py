@@ -19,7 +19,7 @@ COMMANDS = {
     "predict": ("hf_vit_scratch.evaluation.predict:main", "classify images in files, folders and globs"),
     "explain": ("hf_vit_scratch.interpretation.attention_maps:main", "draw what a model attends to in an image"),
     "explore": ("hf_vit_scratch.interpretation.explorer.app:main", "open a web page on which to look at attention"),
-    "convert": ("hf_vit_scratch.conversion.convert:main", "convert a saved model of transformers, timm or torchvision"),
+    "convert": ("hf_vit_scratch.conversion.convert:main", "convert a model of transformers, timm or torchvision"),
     "card": ("hf_vit_scratch.evaluation.model_card:main", "write one model card for several runs"),
 }
 HELP = """usage: vit-scratch COMMAND ...

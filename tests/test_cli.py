@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import vit_scratch
 
+import vit_scratch
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import predict
 from hf_vit_scratch.training.recipe import RECIPES
