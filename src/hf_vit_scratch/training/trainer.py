@@ -38,6 +38,7 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock
+from .early_stopping import EarlyStopping
 from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
@@ -139,6 +140,8 @@ class ViTTrainer(Trainer):
         self.speed = self._optimize(self.model, self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStopping(self.args.early_stopping_patience))
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(lambda: self.clock.progress))
         if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
@@ -264,8 +267,8 @@ class ViTTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
         # A run that has ended was resumed; the stock loop would train one step more.
-        if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
-            self.control.should_training_stop = True
+        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps or self.clock.progress >= 1
+        if self.control.should_training_stop:
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._images_in_step = sum(find_batch_size(batch) for batch in batches)
