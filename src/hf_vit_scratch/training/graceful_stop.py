@@ -29,19 +29,19 @@ class GracefulStop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGTERM and Ctrl-C as requests to stop, as long as the context lasts. A second Ctrl-C ends at once."""
-        pressed: float | None = None
+        pressed = 0.0  # when Ctrl-C came first
 
         def request(number: int, _: Any) -> None:
             nonlocal pressed
             self.signal = number
-            if number == signal.SIGINT and pressed is None:
+            if number == signal.SIGINT and not pressed:
                 pressed = time.monotonic()
                 if self.args.process_index == 0 and multiprocessing.parent_process() is None:  # workers inherit this
                     os.write(2, SAVING.encode())  # a `print` may be what the signal has interrupted
             elif number == signal.SIGINT and time.monotonic() - pressed > SECONDS_BETWEEN_PRESSES:
                 raise KeyboardInterrupt
 
-        before: dict[int, Any] = {}
+        before: dict[signal.Signals, Any] = {}
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # it is where a script starts a background command
