@@ -58,6 +58,9 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     source = _load_source(args, labelled)
     chosen = _choose_splits(args, source)
     source = _name_columns(args, source, labelled)
+    label = source[args.train_split].features["label"]
+    if labelled and label.num_classes < 2:
+        raise UserError(f"{data}: there is one class, {label.names}; a classifier needs at least two.")
 
     splits = {}
     for name, split in chosen.items():
@@ -77,6 +80,51 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
         splits[name] = rows
     _cut_the_missing(args, splits, seed)
     return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
+
+
+def load_split(data: str, split: str | None, **choices: Any) -> Dataset:
+    """Load one split of a source as it is, with the columns `image` and `label`: nothing is cut.
+
+    The split is chosen as in `find_split`; `choices` are other fields of `DataArguments`.
+
+    Raises:
+        UserError: The data cannot be used, or has no such split.
+    """
+    args = DataArguments(data=data, **choices)
+    source = _load_source(args, labelled=True)
+    args.train_split = name = find_split(data, split, source)
+    rows = _name_columns(args, DatasetDict({name: source[name]}), labelled=True)[name]
+    refuse_unknown_labels(data, name, rows)
+    return without_corrupt(data, name, rows) if args.corrupt_images == "skip" else rows
+
+
+def find_split(data: str, split: str | None, source: DatasetDict) -> str:
+    """Return the name of a split in a source, which may say `val` for `validation`. `None` is test, or the only one.
+
+    Raises:
+        UserError: There is no such split.
+    """
+    wanted = split or (next(iter(source)) if len(source) == 1 else "test")
+    names = next((names for names in SPLIT_NAMES.values() if wanted in names), (wanted,))
+    if not (found := [name for name in names if name in source]):
+        raise UserError(f"{data}: there is no split {wanted!r}, only {list(source)}. Choose one with --split.")
+    return found[0]
+
+
+def with_classes(data: str, rows: Dataset, names: list[str]) -> Dataset:
+    """Return rows with the class ids of a model, whose classes are matched by their names.
+
+    Raises:
+        UserError: An image is of a class that the model does not have.
+    """
+    own, labels = rows.features["label"].names, rows["label"][:]
+    if own == names:
+        return rows
+    if unknown := sorted({own[label] for label in labels} - set(names)):
+        raise UserError(
+            f"{data}: the classes must be among those of the model, {names}, got {unknown}. Rename or remove them."
+        )
+    return _with_labels(rows.remove_columns("label"), [names.index(own[label]) for label in labels], names)
 
 
 def fingerprint(splits: DatasetDict) -> str:
@@ -345,9 +393,6 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
                 f"is {feature}. Leave --streaming out."
             )
         source = _number_classes(data, source, label, feature)
-        feature = source[args.train_split].features["label"]
-    if feature.num_classes < 2:
-        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
     return source
 
 

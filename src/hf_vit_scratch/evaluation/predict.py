@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
 from ..errors import UserError, blame_the_files
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.optimize import example_batch_for, optimize
 
 PROGRAM = "vit-scratch predict"
@@ -112,6 +113,13 @@ def load_classifier(model: str, device: str | None = None) -> ImageClassificatio
     if wrong:  # transformers has filled them with random numbers
         raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
     return pipeline("image-classification", model=classifier, image_processor=image_processor, device=device)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Raise a `UserError` unless a model is a classifier of this package."""
+    if not isinstance(model, ViTScratchForImageClassification):
+        given = f"{type(model).__name__}. Convert it with `vit-scratch convert`."
+        raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
 
 
 def predict(

@@ -20,6 +20,7 @@ from .metrics import detailed_report
 from .model_card import MISTAKES, describe_machine
 
 NUM_MISTAKES = 24  # in the figure
+FEW_CLASSES = 10  # whose scores fit into the log
 
 logger = logging.getLogger(__name__)
 
@@ -32,27 +33,53 @@ def report_on_test_split(
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = trainer.predict(test_dataset)
-    trainer.log_metrics("test", outputs.metrics)
-    metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
+    outputs.metrics["epoch"] = trainer.state.epoch
     if not trainer.is_world_process_zero():
-        return metrics
+        return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
-    on_the_hub = data != "digits" and not Path(data).expanduser().exists()
-    report = {**metrics, "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+    report = write_report(outputs, test_dataset, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
         draw_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
-    else:
-        names = test_dataset.rows.features["label"].names
+    trainer.create_model_card()
+    minutes = max(line.get("minutes", 0.0) for line in history)
+    table = summary(report, len(test_dataset), minutes)
+    logger.info("\n%s\nFiles      %s: the model, and README.md with all results", table, output_dir)
+    return outputs.metrics
+
+
+def write_report(
+    outputs: PredictionOutput, dataset: ImageClassificationDataset, data: str, command: str, output_dir: Path
+) -> dict[str, Any]:
+    """Write what was found on a split into a folder, with the most confident mistakes, and return it."""
+    on_the_hub = data != "digits" and not Path(data).expanduser().exists()
+    report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    if not isinstance(dataset, MaskedImageDataset):
+        names = dataset.rows.features["label"].names
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
-        draw_mistakes(outputs, test_dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
+        draw_mistakes(outputs, dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-    trainer.create_model_card()
-    logger.info("The model, its recipe, metrics, log and figures are in %s", output_dir)
-    return metrics
+    return report
+
+
+def summary(report: dict[str, Any], num_images: int, minutes: float | None = None) -> str:
+    """Return a report as a table of a few lines, with the minutes of training if there was one."""
+    classes, text = report.get("per_class", {}), f"loss {report['test_loss']:.3f}, {num_images} images"
+    if classes:
+        top5 = f", top-5 accuracy {report['test_top5_accuracy']:.1%}" if len(classes) > 5 else ""
+        text = f"accuracy {report['test_accuracy']:.1%}{top5}, {text}"
+    lines = [f"Test       {text}"]
+    if 0 < len(classes) <= FEW_CLASSES:
+        width = max(10, *map(len, classes))
+        lines.append(f"{'Class':{width}} precision recall  images")
+        for name, row in classes.items():
+            lines.append(f"{name:{width}} {row['precision']:9.0%} {row['recall']:6.0%} {row['support']:7.0f}")
+    if minutes is not None:
+        lines.append(f"Training   {minutes:.1f} minutes")
+    return "\n".join(lines)
 
 
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:
