@@ -18,6 +18,7 @@ COMMANDS = {
     "train": ("hf_vit_scratch.training.run:main", "train a model by a recipe"),
     "evaluate": ("hf_vit_scratch.training.evaluate:main", "report on other labelled images, as a run does at its end"),
     "predict": ("hf_vit_scratch.evaluation.predict:main", "classify images in files, folders and globs"),
+    "embed": ("hf_vit_scratch.evaluation.embed:main", "write one vector for each image"),
     "explain": ("hf_vit_scratch.interpretation.attention_maps:main", "draw what a model attends to in an image"),
     "explore": ("hf_vit_scratch.interpretation.explorer.app:main", "open a web page on which to look at attention"),
     "convert": ("hf_vit_scratch.conversion.convert:main", "convert a model of transformers, timm or torchvision"),
