@@ -599,7 +599,7 @@ def test_worker_processes_decode_what_the_main_process_does(augmented, persisten
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_worker_processes_end_by_the_main_process_alone(start_method, image_processor, photographs):
-    """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
+    """SIGTERM of a scheduler and Ctrl-C reach the workers too, and the main process still needs their batches."""
     dataset = make_dataset(image_processor, photographs)
     loader = DataLoader(
         dataset,
@@ -613,7 +613,7 @@ def test_worker_processes_end_by_the_main_process_alone(start_method, image_proc
         batches = iter(loader)
         next(batches)
         (worker,) = multiprocessing.active_children()
-        subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
+        subprocess.run([sys.executable, "-c", f"import os; [os.kill({worker.pid}, n) for n in (2, 15)]"], check=True)
         assert len(list(batches)) == len(dataset) - 1
 
     batches = iter(loader)  # left unfinished, as by an exception: then multiprocessing ends it by SIGTERM, and waits

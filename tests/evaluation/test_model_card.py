@@ -11,7 +11,8 @@ from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from PIL import Image
 
-from hf_vit_scratch import ViTScratchConfig, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
 from hf_vit_scratch.evaluation.model_card import describe_machine, make_card
@@ -145,7 +146,7 @@ def test_folder_without_a_finished_run_is_refused(metrics, tmp_path, capsys):
     if metrics:
         (tmp_path / "metrics.json").write_text(metrics)
 
-    assert cli.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
+    assert vit_scratch.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
 
     assert f"{tmp_path} holds no finished run of a classifier" in capsys.readouterr().err
 

@@ -16,7 +16,8 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1
 from test_train_script import SMALL, train
 from transformers import AutoImageProcessor, pipeline
 
-from hf_vit_scratch import ViTScratchForImageClassification, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.data import dataset
 from hf_vit_scratch.data.splits import load_digits, load_splits
 from hf_vit_scratch.data.targets import targets_of
@@ -199,7 +200,7 @@ def test_predictions_of_several_labels_are_probabilities(several, capsys):
     argv, _ = several
     image = argv[0].with_name("0.png")
 
-    assert cli.main(["predict", str(argv[1]), str(image)]) == 0
+    assert vit_scratch.main(["predict", str(argv[1]), str(image)]) == 0
 
     (result,) = map(json.loads, capsys.readouterr().out.splitlines())
     pipe = pipeline("image-classification", model=str(argv[1]), device="cpu")
@@ -213,12 +214,29 @@ def test_predicted_numbers_have_a_column_each(numbers, tmp_path):
     argv, _ = numbers
     image = argv[0].with_name("0.png")
 
-    assert cli.main(["predict", str(argv[1]), str(image), "--output", str(tmp_path / "table.csv")]) == 0
+    assert vit_scratch.main(["predict", str(argv[1]), str(image), "--output", str(tmp_path / "table.csv")]) == 0
 
     with (tmp_path / "table.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert list(row) == ["image", "price", "share", "error"]
     assert float(row["price"]) == pytest.approx(3e5 + 1e3 * np.asarray(Image.open(image)).mean(), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["several", "numbers"])
+def test_evaluation_of_the_runs_own_test_split_is_that_of_the_run(kind, request, tmp_path):
+    argv, metrics = request.getfixturevalue(kind)
+    columns = argv[argv.index("--label_column") + 1 :][:2]
+    own = json.loads((argv[1] / "metrics.json").read_text())
+
+    assert vit_scratch.main(["evaluate", str(argv[1]), "--output_dir", str(tmp_path / "own")]) == 0
+    report = json.loads((tmp_path / "own" / "metrics.json").read_text())
+    assert report["test_loss"] == metrics["test_loss"]
+    assert report["labels"] == columns
+    data = ["--data", str(shutil.copy(argv[0], tmp_path / "table.jsonl")), "--label_column", *columns]
+    shutil.copytree(argv[0].parent, tmp_path, dirs_exist_ok=True)
+    assert vit_scratch.main(["evaluate", str(argv[1]), *data, "--output_dir", str(tmp_path / "all")]) == 0
+    report = json.loads((tmp_path / "all" / "metrics.json").read_text())
+    assert report["images"] > own["images"]
 
 
 @pytest.mark.parametrize("kind", ["several", "numbers"])

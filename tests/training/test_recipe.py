@@ -108,7 +108,7 @@ def test_data_without_a_recipe_is_refused():
     ("recipe", "argv", "message"),
     [
         ("learning_rat: 1", [], r"recipe\.yaml: unknown flag 'learning_rat'\. Did you mean learning_rate\?"),
-        ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run train\.py --help for the flags"),
+        ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run vit-scratch train --help for the flags"),
         ("1: 1", [], r"recipe\.yaml: unknown flag '1'\."),
         ("help: []", [], r"recipe\.yaml: unknown flag 'help'\."),
         ("weight-decay: 1", [], r"recipe\.yaml: unknown flag 'weight-decay'\. Did you mean weight_decay\?"),

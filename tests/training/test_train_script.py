@@ -354,7 +354,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
     )  # fmt: skip
 
     assert done.returncode == 2
-    message = "train.py: error: the command line: unknown flag 'learning_rat'. Did you mean learning_rate?"
+    message = "python train.py: error: the command line: unknown flag 'learning_rat'. Did you mean learning_rate?"
     assert done.stderr.splitlines()[-1].startswith(message)
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

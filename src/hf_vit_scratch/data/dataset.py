@@ -256,12 +256,13 @@ def collate(batch: Any) -> Any:
 def set_up_worker_process() -> None:
     """Prepare a worker process of a data loader before its first batch.
 
-    It exits on SIGTERM only if its main process sent it. Schedulers send SIGTERM to the whole job, but the main
-    process still needs batches to finish its step. Its own SIGTERM must work: after an exception, multiprocessing
-    ends leftover workers by it. This covers workers that are forked. A spawned one may have started threads that do
-    not block the signal.
+    It ignores Ctrl-C, and exits on SIGTERM only if its main process sent it. Terminals and schedulers signal the whole
+    job, but the main process still needs batches to finish its step. Its own SIGTERM must work: after an exception,
+    multiprocessing ends leftover workers by it. This covers workers that are forked. A spawned one may have started
+    threads that do not block the signal.
     """
     keep_freed_memory()  # a batch takes what the one before has freed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
         return

@@ -1,4 +1,4 @@
-"""The options of the images, their augmentation and their mixtures, which are also flags of `train.py`."""
+"""The options of the images, their augmentation and their mixtures, which are also flags of `vit-scratch train`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, List, load_dataset
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from datasets.fingerprint import Hasher
 from huggingface_hub import HfApi
@@ -62,6 +62,9 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     chosen = _choose_splits(args, source)
     source = type(source)({split: source[split] for split in chosen.values()})
     source = _name_columns(args, source, labelled)
+    feature = source[args.train_split].features["label"]
+    if labelled and isinstance(feature, ClassLabel) and feature.num_classes < 2:
+        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
 
     splits = {}
     for name, split in chosen.items():
@@ -81,6 +84,63 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
         splits[name] = rows
     _cut_the_missing(args, splits, seed)
     return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
+
+
+def load_split(data: str, split: str | None, **choices: Any) -> Dataset:
+    """Load one split of a source as it is, with the columns `image` and `label`: nothing is cut.
+
+    The split is chosen as in `find_split`; `choices` are other fields of `DataArguments`.
+
+    Raises:
+        UserError: The data cannot be used, or has no such split.
+    """
+    args = DataArguments(data=data, **choices)
+    source = _load_source(args, labelled=True)
+    args.train_split = name = find_split(data, split, source)
+    rows = _name_columns(args, DatasetDict({name: source[name]}), labelled=True)[name]
+    refuse_unknown_labels(data, name, rows)
+    return without_corrupt(data, name, rows) if args.corrupt_images == "skip" else rows
+
+
+def find_split(data: str, split: str | None, source: DatasetDict) -> str:
+    """Return the name of a split in a source, which may say `val` for `validation`. `None` is test, or the only one.
+
+    Raises:
+        UserError: There is no such split.
+    """
+    wanted = split or (next(iter(source)) if len(source) == 1 else "test")
+    names = next((names for names in SPLIT_NAMES.values() if wanted in names), (wanted,))
+    if not (found := [name for name in names if name in source]):
+        raise UserError(f"{data}: there is no split {wanted!r}, only {list(source)}. Choose one with --split.")
+    return found[0]
+
+
+def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset:
+    """Return rows with the class ids of a model of a problem type, whose classes or numbers are matched by name.
+
+    Raises:
+        UserError: The labels are of another kind, or the model does not have one of them.
+    """
+    feature, labels = rows.features["label"], rows["label"][:]
+    own = label_names(feature)
+    if (given := problem_type(feature)) != kind:
+        raise UserError(f"{data}: the labels must be those of {kind}, as the model's, got {given}. Choose others.")
+    if own == names:
+        return rows
+    if isinstance(feature, dict):
+        raise UserError(
+            f"{data}: the numbers must be {names}, as the model's, got {own}. Name them by --label_column."
+        )
+    used = {own[id] for label in labels for id in np.atleast_1d(label)}
+    if unknown := sorted(used - {*names}):
+        raise UserError(
+            f"{data}: the classes must be among those of the model, {names}, got {unknown}. Rename or remove them."
+        )
+    ids = np.array([names.index(name) if name in names else -1 for name in own])
+    classes = ClassLabel(names=names)
+    new = List(classes) if kind == "multi_label_classification" else classes
+    labels = [ids[label].tolist() for label in labels]  # each an id, or a list of ids
+    return rows.remove_columns("label").add_column("label", labels, feature=new)
 
 
 def fingerprint(splits: DatasetDict) -> str:
@@ -345,11 +405,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
         source = source.rename_column(image, "image")
     if not labelled:
         return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
-    source = encode_labels(data, source, args.train_split, labels)
-    feature = source[args.train_split].features["label"]
-    if problem_type(feature) == "single_label_classification" and feature.num_classes < 2:
-        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
-    return source
+    return encode_labels(data, source, args.train_split, labels)
 
 
 def _has_unlabelled(rows: Dataset | IterableDataset) -> bool:

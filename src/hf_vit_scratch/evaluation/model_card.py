@@ -22,7 +22,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..errors import UserError
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
-from .figures import plot_confusion, plot_curves, plot_reliability
+from .figures import plot_curves, plot_report
 from .metrics import METRIC_NAMES, SHARES_OF_IMAGES, wilson_interval
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -93,7 +93,7 @@ def make_card(
         report=reports[0],
         reports=reports,
         nouns=NOUNS[reports[0]["problem_type"]],
-        results=_results(reports),
+        results=results_of(reports),
         data=description,
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
@@ -139,7 +139,7 @@ def _read_report(run: Path) -> dict[str, Any]:
     return report
 
 
-def _results(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
+def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the metrics of the test split by their titles: the mean of the runs, each run, and a 95% interval."""
     results, first = {}, reports[0]
     for name in METRIC_NAMES[first["problem_type"]]:
@@ -166,10 +166,7 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
     paths = {name: output.with_name(f"{prefix}{name}.png") for name in names}
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(log, paths["curves"])
-    if "confusion_matrix" in report:
-        plot_confusion(report["confusion_matrix"], report["labels"], paths["confusion_matrix"])
-    if calibration := report.get("calibration"):
-        plot_reliability(calibration["bins"], calibration["expected_calibration_error"], paths["reliability"])
+    plot_report(report, paths["confusion_matrix"], paths["reliability"])
     for name, path in drawn.items():
         if path.resolve() != paths[name].resolve():
             shutil.copyfile(path, paths[name])

@@ -1,4 +1,4 @@
-"""The flags of `train.py`, as dataclasses."""
+"""The flags of `vit-scratch train`, as dataclasses."""
 
 import math
 from collections.abc import Mapping
@@ -57,9 +57,7 @@ class ModelArguments:
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
-    output_dir: str = flag(
-        "runs/train", "Where the run is written; train.py never overwrites a folder that holds one."
-    )
+    output_dir: str = flag("runs/train", "Where the run is written. A folder that holds a run is never overwritten.")
     # The stock default drops the column of images before they are read.
     remove_unused_columns: bool = flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
@@ -108,6 +106,11 @@ class ViTTrainingArguments(TrainingArguments):
     eval_tta: str | None = flag(
         None, "flip: report the test split also with the mean logits of each image and its mirror image."
     )
+    early_stopping_patience: int | None = flag(
+        None,
+        "End after so many evaluations in which metric_for_best_model does not improve. The best model is the result "
+        "if load_best_model_at_end is true.",
+    )
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
@@ -127,10 +130,16 @@ class ViTTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        for name, low, high in (("ema_decay", 0, 1), ("layer_decay", 0, 1), ("max_train_minutes", 0, math.inf)):
+        limits = {"ema_decay": 1, "layer_decay": 1, "max_train_minutes": math.inf, "early_stopping_patience": math.inf}
+        for name, high in limits.items():
             value = getattr(self, name)
-            if value is not None and not low < value <= high:
-                raise UserError(f"{name} must lie above {low} and be at most {high}, got {value}.")
+            if value is not None and not 0 < value <= high:
+                raise UserError(f"{name} must lie above 0 and be at most {high}, got {value}.")
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise UserError(
+                "early_stopping_patience needs evaluations, but eval_strategy is no. Give --eval_strategy steps or "
+                "epoch."
+            )
         if not torch.accelerator.is_available():
             # Without this, processes that torchrun starts do not find each other, and each would train alone.
             self.use_cpu = True

@@ -1,4 +1,4 @@
-"""The steps of a training run, in the order in which `train.py` takes them.
+"""The steps of a training run, in the order in which `run.py` takes them.
 
 Each raises a `UserError` if something that the user gave cannot be used.
 """
@@ -37,6 +37,7 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from . import auto_config
 from .arguments import Arguments, ModelArguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
+from .checkpointing import describe_last_checkpoint
 from .recipe import Recipe, model_config
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
@@ -259,7 +260,7 @@ def build_trainer(
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
     """Save the recipe with the command that repeats the run, train, and save the model.
 
-    If SIGTERM stopped the training, the process ends.
+    If SIGTERM or Ctrl-C stopped the training, the process ends.
     """
     training = trainer.args
     if trainer.speed is not None and training.speed_choice == "auto":
@@ -273,6 +274,9 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     with blame_the_user(until=lambda: trainer.has_started):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
+        except KeyboardInterrupt:
+            if not trainer.stopped:
+                raise
         except torch.OutOfMemoryError as error:
             batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
             raise UserError(
@@ -283,8 +287,11 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
             ) from error
     if trainer.stopped:
         trainer.accelerator.end_training()
-        logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)
-        sys.exit(128 + signal.SIGTERM)
+        number = trainer.graceful_stop.signal
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        last = describe_last_checkpoint(training.output_dir)
+        logger.info("Stopped by %s. %s. Continue with: %s --resume_from_checkpoint true", name, last, command)
+        sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
 
