@@ -77,8 +77,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         classifier_act: Activation of that hidden layer.
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
         label_mean: Mean of each number in the training images of a regression, with `label_std`.
-        label_std: Standard deviation of each there. The classifier learns `(label - mean) / std`, and the model answers
-            in the labels' own units.
+        label_std: Standard deviation of each there. The classifier learns `(label - mean) / std`, and the model
+            answers in the labels' own units.
         encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
             encoder keeps its grid, so that is the patch size: `None`, or the same number.
         out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and
