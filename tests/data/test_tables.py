@@ -317,6 +317,20 @@ def test_table_that_cannot_be_read_is_named(folder):
         load_splits(str(folder / "labels.jsonl"))
 
 
+def test_table_without_rows_is_refused(folder):
+    (folder / "labels.csv").write_text("file_name,label\n")
+
+    with pytest.raises(UserError, match=r"labels\.csv cannot be read as a table"):
+        load_splits(str(folder / "labels.csv"))
+
+
+def test_table_of_a_folder_is_named(folder):
+    (folder / "metadata.csv").write_text("id,age\n1,2\n")
+
+    with pytest.raises(UserError, match=r"metadata\.csv: there must be one column of images"):
+        load_splits(str(folder))
+
+
 def test_tables_are_not_streamed(folder):
     table = write_table(folder / "labels.csv", label=LABELS)
 

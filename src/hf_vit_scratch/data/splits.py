@@ -237,7 +237,9 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
-            hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
+            hint = (
+                "It must be a folder of class folders, a file .csv, .jsonl or .parquet, or a folder of parquet files."
+            )
         else:
             hint = "It is no local folder; is it the name of a dataset on the Hub, and is the Hub within reach?"
         reason = " ".join(str(error).split())

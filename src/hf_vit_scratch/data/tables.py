@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
         files = [folder / f"metadata{suffix}" for folder in dict.fromkeys(folders) for suffix in READERS]
         return [file for file in files if file.is_file()]
     with suppress(ArrowException):  # loading it as data will say what is wrong
-        features = Features.from_arrow_schema(parquet.read_schema(path)) if path.suffix == ".parquet" else {}
-        if path.suffix in READERS and not any(isinstance(one, datasets.Image) for one in features.values()):
+        suffix = path.suffix.lower()
+        features = Features.from_arrow_schema(parquet.read_schema(path)) if suffix == ".parquet" else {}
+        if suffix in READERS and not any(isinstance(one, datasets.Image) for one in features.values()):
             return [path]
     return []
 
@@ -48,11 +50,11 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
     """
     splits: dict[str, Dataset] = {}
     for table in tables:
-        reader, options = READERS[table.suffix]
+        reader, options = READERS[table.suffix.lower()]
         with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
             rows = load_dataset(reader, data_files=str(table), split="train", **options)
             rows[0]
-        column = _path_column(args, rows)
+        column = _path_column(replace(args, data=str(table)), rows)
         paths = [os.path.normpath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
         paths = [paths[row] for row in order]

@@ -510,8 +510,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
     more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
-    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy. With
-    `config.label_std`, the classifier learns standardized numbers, and the logits are in the labels' own units.
+    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)

@@ -205,7 +205,7 @@ def build_trainer(
         if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
             raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
     feature = splits["train"].features["label"]
-    counts = class_counts(splits["train"]) if mixing.class_weighting == "balanced" else None
+    counts = None if data_args.streaming else class_counts(splits["train"])
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
     mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
