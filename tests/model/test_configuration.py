@@ -138,11 +138,12 @@ def test_field_spoilt_after_construction_is_not_saved(tmp_path):
         config.save_pretrained(tmp_path)
 
 
-def test_variant_sets_sizes_and_overrides_win():
-    config = ViTScratchConfig.from_variant("S/16", num_hidden_layers=4, norm_first=True)
+def test_variant_sets_sizes_and_pre_ln_and_overrides_win():
+    config = ViTScratchConfig.from_variant("S/16", num_hidden_layers=4)
 
     assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (384, 6, 1536)
     assert (config.patch_size, config.num_hidden_layers, config.norm_first) == (16, 4, True)
+    assert ViTScratchConfig.from_variant("S/16", norm_first=False).norm_first is False
 
 
 @pytest.mark.parametrize("variant", ["S16", "S/0", "XL/16", "s/16", "S/16 "])

@@ -272,9 +272,7 @@ def test_post_ln_embeddings_are_normalised(pixel_values):
 )
 def test_parameter_count_of_published_sizes(variant, num_parameters):
     with torch.device("meta"):
-        model = ViTScratchForImageClassification(
-            ViTScratchConfig.from_variant(variant, norm_first=True, num_labels=1000)
-        )
+        model = ViTScratchForImageClassification(ViTScratchConfig.from_variant(variant, num_labels=1000))
 
     assert model.num_parameters() == num_parameters
 

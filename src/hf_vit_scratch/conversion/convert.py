@@ -12,13 +12,15 @@ import math
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
 from PIL.Image import Resampling
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import BaseImageProcessor
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.utils import logging as transformers_logging
 
 from ..errors import UserError, blame_the_files, blame_the_user
@@ -32,50 +34,70 @@ from .torchvision import TORCHVISION, from_torchvision, to_torchvision
 from .vit import CLASSES, from_vit, to_vit
 
 __all__ = [
-    "BertComposite", "convert", "from_bert", "from_timm", "from_torchvision", "from_vit", "to_bert", "to_timm",
-    "to_torchvision", "to_vit", "verify",
+    "BertComposite", "LoadedModel", "convert", "from_bert", "from_timm", "from_torchvision", "from_vit", "load",
+    "to_bert", "to_timm", "to_torchvision", "to_vit", "verify",
 ]  # fmt: skip
 
 
-def convert(
-    source: str,
-    destination: str,
-    num_attention_heads: int | None = None,
-    image_size: list[int] | None = None,
-    pooling: str | None = None,
-) -> None:
-    """Convert a saved model into a folder of a ViTScratch model, and print what was done.
+class LoadedModel(NamedTuple):
+    """A saved model of any library as a model of ours."""
+
+    model: ViTScratchPreTrainedModel
+    kind: str  # what the source holds
+    assumed: str  # because the source does not say it
+    image_processor: BaseImageProcessor | None  # None if it is not known how images are prepared
+    note: str  # where the image processor comes from
+
+
+def load(source: str, **unsaid: Any) -> LoadedModel:
+    """Load a saved model of ours, transformers, timm or torchvision as a model of ours.
 
     Args:
-        source: A folder, or a name on the Hub, of a transformers ViT or a timm model; or a file of weights of timm's
-            or torchvision's `VisionTransformer` (`.safetensors`, `.pth`, `.bin`).
-        destination: A folder that does not exist or is empty.
-        num_attention_heads: Number of heads, which a file of weights does not say. Known for the published sizes.
-        image_size: Height and width in pixels, for a file of weights of images that are not square.
-        pooling: `"cls"` or `"mean"`, for a file of weights.
+        source: A folder, or a name on the Hub, of a ViTScratch model, a transformers ViT or a timm model; a name of
+            timm, for its pretrained weights; or a file of weights of timm's or torchvision's `VisionTransformer`
+            (`.safetensors`, `.pth`, `.bin`).
+        unsaid: What a file of weights does not say: `num_attention_heads`, known for the published sizes;
+            `image_size`, height and width in pixels, if they differ; `pooling`, `"cls"` or `"mean"`.
+
+    Raises:
+        UserError: The source cannot be read or converted.
+    """
+    described: dict[str, Any] | None  # by timm: how images are prepared, and the names of the classes
+    if Path(source).is_file():
+        ours, assumed, described = _from_file(Path(source), **unsaid)
+        kind = "the weights"
+    else:
+        module = _load_module(source).eval()
+        kind, assumed, described = type(module).__name__, "", getattr(module, "pretrained_cfg", None)
+        if isinstance(module, ViTScratchPreTrainedModel):
+            ours = module
+        else:
+            ours = from_vit(module) if described is None else from_timm(module)
+    label_names = (described or {}).get("label_names")
+    if label_names and len(label_names) == ours.config.num_labels:
+        ours.config.id2label = dict(enumerate(label_names))
+        ours.config.label2id = {name: index for index, name in enumerate(label_names)}
+    return LoadedModel(ours, kind, assumed, *_image_processor(source, described))
+
+
+def convert(source: str, destination: str, **unsaid: Any) -> None:
+    """Convert a saved model into a folder of a ViTScratch model, and print what was done.
+
+    The destination is a folder that does not exist or is empty. The other arguments are those of `load`.
 
     Raises:
         UserError: The source cannot be read or converted, or the destination holds something.
     """
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
-    if Path(source).is_file():
-        kind = "the weights"
-        ours, assumed = _from_file(Path(source), num_attention_heads, image_size, pooling)
-        notes = [assumed, "no image processor was written, as the file does not say how images were prepared"]
-    elif num_attention_heads or image_size or pooling:
+    if any(unsaid.values()) and not Path(source).is_file():
         raise UserError(f"{source} is no file of weights, and says itself what only such a file leaves open.")
-    else:
-        module = _load_module(source).eval()
-        kind = type(module).__name__
-        ours = from_timm(module) if hasattr(module, "pretrained_cfg") else from_vit(module)
-        label_names = getattr(module, "pretrained_cfg", {}).get("label_names")
-        if label_names and len(label_names) == ours.config.num_labels:
-            ours.config.id2label = dict(enumerate(label_names))
-            ours.config.label2id = {name: index for index, name in enumerate(label_names)}
-        notes = ["with random weights its outputs and hidden states equal the source's, in float64"]
-        notes.append(_save_image_processor(source, module, destination))
+    ours, kind, assumed, image_processor, note = load(source, **unsaid)
+    if kind == type(ours).__name__:
+        raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")
     ours.save_pretrained(destination)
+    if image_processor is not None:
+        image_processor.save_pretrained(destination)
 
     config = ours.config
     (height, width), (patch_height, patch_width) = config.image_height_width, config.patch_height_width
@@ -86,34 +108,34 @@ def convert(
         f"{config.hidden_size}, {config.num_attention_heads} attention heads; images {height}x{width}, patches "
         f"{patch_height}x{patch_width}{labels}"
     )
-    for note in (sizes, *notes):
-        print(f"- {note}")
+    equal = "with random weights its outputs and hidden states equal the source's, in float64"
+    for line in (sizes, assumed or equal, note):
+        print(f"- {line}")
 
 
 def _load_module(source: str) -> nn.Module:
-    """Return the model that transformers or timm has saved in a folder, or on the Hub."""
-    if not Path(source).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    """Return the model that a folder or a name stands for: of ours, transformers or timm."""
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise UserError(f"{source} holds no config.json. Give the folder of a saved model, or a file of weights.")
+    elif "/" not in source:
+        timm_class(f"{source} is no file and no folder. As a name of timm it")
+        return _load_from_timm(source)
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise UserError(f"{source} is no file, no folder, and no name on the Hub.")
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise UserError(f"{source} holds no config.json. Give the folder of a saved model, or a file of weights.")
     with _reading(source):
         config, _ = transformers.PreTrainedConfig.get_config_dict(source)
     if "architecture" in config:  # timm's word
-        timm_class(source)
-        import timm
-
-        with _reading(source):
-            return timm.create_model(f"{'local-dir' if Path(source).is_dir() else 'hf-hub'}:{source}", pretrained=True)
-    classes = {cls.__name__: cls for cls in CLASSES}
+        return _load_from_timm(f"{'local-dir' if Path(source).is_dir() else 'hf-hub'}:{source}")
+    classes = {cls.__name__: cls for cls in (*CLASSES, *CLASSES.values())}
     architecture = (config.get("architectures") or ["nothing"])[0]
     if architecture not in classes:
         hints = {
-            "vit_scratch": " It is a ViTScratch model already.",
             "bert": " A BertModel has no patch embedding: use hf_vit_scratch.conversion.convert.from_bert.",
             "deit": " We have no counterpart of a distillation token.",
         }
         raise UserError(
-            f"{source} holds {architecture}; it must be one of {', '.join(classes)}."
+            f"{source} holds {architecture}; it must be one of {', '.join(cls.__name__ for cls in CLASSES)}."
             + hints.get(config.get("model_type", ""), "")
         )
     with _reading(source):
@@ -126,10 +148,18 @@ def _load_module(source: str) -> nn.Module:
     return cast(nn.Module, module)
 
 
+def _load_from_timm(name: str) -> nn.Module:
+    timm_class(name)
+    import timm
+
+    with _reading(name):
+        return timm.create_model(name, pretrained=True)
+
+
 def _from_file(
-    path: Path, num_attention_heads: int | None, image_size: list[int] | None, pooling: str | None
-) -> tuple[ViTScratchPreTrainedModel, str]:
-    """Return our model of a file of weights of timm or torchvision, and what was assumed, in words."""
+    path: Path, num_attention_heads: int | None = None, image_size: list[int] | None = None, pooling: str | None = None
+) -> tuple[ViTScratchPreTrainedModel, str, dict[str, Any]]:
+    """Return our model of a file of weights of timm or torchvision, what was assumed, and how images are prepared."""
     theirs = _read_weights(path)
     if "patch_embed.proj.weight" in theirs:
         table = TIMM
@@ -170,10 +200,14 @@ def _from_file(
         pooling=pooling,
         fc_norm=fc_norm,
     )
-    return ours, (
+    assumed = (
         f"assumed, as the file does not say it: {assumed}{num_attention_heads} attention heads, layer_norm_eps 1e-6, "
         f"GELU, pooling {pooling!r}"
     )
+    size = (ours.config.num_channels, *ours.config.image_height_width)
+    # torchvision prepares images for all of its weights so; timm's weights differ.
+    prepared = {"input_size": size, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    return ours, assumed, prepared if table is TORCHVISION else {}
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -200,29 +234,29 @@ def _reading(source: object) -> AbstractContextManager[None]:
     return blame_the_files(f"{source} is truncated, not there, or of another kind")
 
 
-def _save_image_processor(source: str, module: nn.Module, destination: str) -> str:
-    """Write `preprocessor_config.json` where it is known how images were prepared; return what was done."""
-    prepared = cast(dict[str, Any], getattr(module, "pretrained_cfg", None))
+def _image_processor(source: str, prepared: dict[str, Any] | None) -> tuple[BaseImageProcessor | None, str]:
+    """Return an image processor and a note: the one beside the model, or one that follows timm's description."""
     if prepared is None:
         try:
-            transformers.AutoImageProcessor.from_pretrained(source).save_pretrained(destination)
+            return transformers.AutoImageProcessor.from_pretrained(source), "its image processor was copied"
         except (OSError, ValueError):
-            return "no image processor was found beside the model: save one before using it in a pipeline"
-        return "its image processor was copied"
+            return None, "no image processor was found beside the model: save one before using it in a pipeline"
+    if not prepared:
+        return None, "no image processor was written, as the file does not say how images were prepared"
     channels, height, width = prepared["input_size"]
     if channels != 3 or not prepared.get("mean"):
-        return "no image processor was written: stock ones make RGB, and these images are something else"
+        return None, "no image processor was written: stock ones make RGB, and these images are something else"
     mean, std = list(prepared["mean"]), list(prepared["std"])
-    transformers.ViTImageProcessor(
+    processor = transformers.ViTImageProcessor(
         size={"height": height, "width": width},
         resample=Resampling[prepared.get("interpolation", "bilinear").upper()],
         image_mean=mean,
         image_std=std,
         do_convert_rgb=True,
-    ).save_pretrained(destination)
+    )
     crop = prepared.get("crop_pct", 1)
     note = f"; timm crops to {crop:g} of a larger resize, this one does not" if crop != 1 else ""
-    return f"an image processor was written: {height}x{width} pixels, mean {mean}, std {std}{note}"
+    return processor, f"an image processor was written: {height}x{width} pixels, mean {mean}, std {std}{note}"
 
 
 def main(argv: list[str]) -> int:
@@ -241,5 +275,6 @@ def main(argv: list[str]) -> int:
         parser.error("give SOURCE and DESTINATION, or --verify")
     transformers_logging.disable_progress_bar()
     with blame_the_user():
-        convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
+        unsaid = {name: getattr(args, name) for name in ("num_attention_heads", "image_size", "pooling")}
+        convert(args.source, args.destination, **unsaid)
     return 0

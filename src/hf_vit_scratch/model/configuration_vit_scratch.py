@@ -27,6 +27,7 @@ VARIANTS = {
     "L": (1024, 24, 16, 4096),
     "H": (1280, 32, 16, 5120),
 }
+VARIANT_NAME = re.compile(rf"({'|'.join(VARIANTS)})/([1-9]\d*)")  # such as S/16
 POSITION_EMBEDDING_TYPES = ("learned", "sincos2d", "rope2d")
 POOLINGS = ("cls", "mean")
 # What the code that is saved beside weights holds for transformers' auto classes.
@@ -150,17 +151,16 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     def from_variant(cls, variant: str, **overrides: Any) -> Self:
         """Build the configuration of a published size, such as `"S/16"`: size Ti, S, B, L or H, then the patch size.
 
-        Only sizes come from the name, and fields override them. The published models are pre-LN: pass
-        `norm_first=True` for those.
+        The name gives the sizes and pre-LN, as published. Fields override both.
 
         Raises:
             ValueError: The name is not of that form.
 
         Example:
-            >>> ViTScratchConfig.from_variant("Ti/4", image_size=32, norm_first=True).hidden_size
+            >>> ViTScratchConfig.from_variant("Ti/4", image_size=32).hidden_size
             192
         """
-        match = re.fullmatch(rf"({'|'.join(VARIANTS)})/([1-9]\d*)", variant)
+        match = VARIANT_NAME.fullmatch(variant)
         if match is None:
             raise ValueError(
                 f"variant must be one of {', '.join(VARIANTS)}, a slash and the patch size in pixels, such as 'S/16'; "
@@ -168,7 +168,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             )
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         sizes = dict(zip(names, VARIANTS[match[1]], strict=True))
-        return cls(**{"patch_size": int(match[2])} | sizes | overrides)
+        return cls(**{"patch_size": int(match[2]), "norm_first": True} | sizes | overrides)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration as transformers does, and the code, so that the model loads without this package.
