@@ -292,9 +292,9 @@ def test_resumed_run_with_frozen_layers_ends_with_the_same_bits(vit, class_folde
         (["--freeze_layers", "some"], r"freeze_layers must be a number of layers or all, got 'some'\."),
         (
             ["--freeze_layers", "all", "--model", "Ti/4"],
-            r"keep what a model has learnt: name a trained one by --model",
+            r"are for trained models; got --model Ti/4\.",
         ),
-        (["--layer_decay", "0.75", "--model", "Ti/4"], r"keep what a model has learnt: name a trained one by --model"),
+        (["--layer_decay", "0.75", "--model", "Ti/4"], r"are for trained models; got --model Ti/4\."),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(flags, message, begin, vit):

@@ -32,7 +32,8 @@ def load_starting_model(args: Arguments) -> "LoadedModel | None":
     if name is None or not is_starting_model(name):
         if training.freeze_layers is not None or training.layer_decay != 1:
             raise UserError(
-                "freeze_layers and layer_decay keep what a model has learnt: name a trained one by --model."
+                "freeze_layers and layer_decay, which the recipe finetune sets, are for trained models; got --model "
+                f"{name}. Give the folder, the weights file or the name of one."
             )
         return None
     from ..conversion.convert import load  # a quarter of a second, which most runs need not spend
