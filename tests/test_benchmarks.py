@@ -27,6 +27,7 @@ import own_images_data  # noqa: E402
 import peers  # noqa: E402
 import scaling  # noqa: E402
 import training_loop  # noqa: E402
+from speedrun import run as speedrun  # noqa: E402
 
 TINY = peers.Size("tiny", 16, 4, 32, 2, 2, 10, 4, 4)
 SMALL = dataclasses.replace(peers.SIZES["32x32"], num_layers=3)
@@ -192,3 +193,26 @@ def test_table_has_a_row_for_each_data_set_and_time(tmp_path):
 
     assert lines[2] == "| a | 5 | 25.0, 50.0 (8) | 12.5 (8) | not run | not run |"
     assert lines[-1] == "a CPU, one core for each run; some"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "images", "message"),
+    [
+        (59.0, 10_000, None),
+        (61.0, 10_000, "no entry: seed 1 took 61 seconds and was tested on 10000 images"),
+        (59.0, 9_999, "no entry: seed 1 took 59 seconds and was tested on 9999 images"),
+    ],
+)
+def test_speedrun_entry_that_breaks_a_rule_is_refused(seconds, images, message, tmp_path, monkeypatch, capsys):
+    metrics = {"test_accuracy": 0.5, "test_flip_accuracy": 0.51, "hardware": "a machine", "versions": "torch 2"}
+    metrics["per_class"] = {"cat": {"support": 4000.0}, "dog": {"support": images - 4000.0}}
+    monkeypatch.setattr(speedrun, "run", lambda options, output_dir: (seconds, metrics))
+    argv = ["1", "--data", "cifar10", "--seeds", "1", "2", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", *argv, "--", "--max_train_minutes", "0.5"])
+    if message is not None:
+        with pytest.raises(SystemExit, match=message):
+            speedrun.main()
+    else:
+        speedrun.main()
+        row = capsys.readouterr().out.splitlines()[-1]
+        assert "| `--max_train_minutes 0.5` | 50.0 (50.0, 50.0) | 51.0 | 59 to 59 |" in row
