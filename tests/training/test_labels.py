@@ -300,19 +300,21 @@ def test_balanced_sampling_is_resumed_with_the_same_bits_by_any_number_of_worker
 
 def test_rare_class_is_pointed_out_unless_something_is_done_about_it(rare, tmp_path, caplog):
     short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
-    said = "'1' has 4 training images, '0' 58: accuracy will hardly show the rare class. Try --balanced_sampling true"
+    said = (
+        "'1' has 4 training images, '0' 58: accuracy will hardly show the rare class. Try --class_weighting balanced"
+    )
     for number, flags in enumerate(([], ["--class_weighting", "balanced"], ["--balanced_sampling", "true"])):
         caplog.clear()
         run(rare, tmp_path / str(number), *short, *flags)
         assert (said in caplog.text) == (not flags)
 
 
-def test_weights_of_classes_change_the_training(rare, tmp_path):
+def test_flags_for_rare_classes_change_the_training(rare, tmp_path):
     short = ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
-    run(rare, tmp_path / "plain", *short)
-    run(rare, tmp_path / "weighted", *short, "--class_weighting", "balanced")
+    for name, flags in {"a": [], "b": ["--class_weighting", "balanced"], "c": ["--balanced_sampling", "true"]}.items():
+        run(rare, tmp_path / name, *short, *flags)
 
-    assert weights(tmp_path / "plain") != weights(tmp_path / "weighted")
+    assert weights(tmp_path / "a") != weights(tmp_path / "b") != weights(tmp_path / "c") != weights(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

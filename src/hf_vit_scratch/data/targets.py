@@ -72,7 +72,7 @@ def imbalance(rows: Dataset) -> str | None:
     (rare, few), (common, many) = ((feature.names[place], counts[place]) for place in (rarest, commonest))
     return (
         f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
-        "--balanced_sampling true, and compare the balanced accuracy."
+        "--class_weighting balanced, and compare the balanced accuracy."
     )
 
 
