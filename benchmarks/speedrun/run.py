@@ -41,16 +41,17 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder of CIFAR-10 as parquet, or its name on the Hub")
     parser.add_argument("--seeds", nargs="+", default=["42", "1", "2"])
     parser.add_argument("--output_dir", type=Path, default=Path("runs/speedrun"))
-    parser.add_argument("options", nargs="*", help="further flags of train.py, after --")
-    args = parser.parse_args()
+    argv, options = sys.argv[1:], list[str]()
+    if "--" in argv:
+        argv, options = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    args = parser.parse_args(argv)
 
     commit = subprocess.check_output(["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True).strip()
     folder = args.output_dir.resolve() / f"{commit}_{args.minutes:g}"
     folder.mkdir(parents=True)
     seconds, accuracies, mirrored = [], [], []
     for seed in args.seeds:
-        options = ["--data", args.data, "--seed", seed, *args.options]
-        took, metrics = run(options, folder / seed)
+        took, metrics = run(["--data", args.data, "--seed", seed, *options], folder / seed)
         tested = sum(scores["support"] for scores in metrics["per_class"].values())
         if took > 60 * args.minutes or tested != TEST_IMAGES:
             sys.exit(f"no entry: seed {seed} took {took:.0f} seconds and was tested on {tested:g} images")
@@ -58,7 +59,7 @@ def main() -> None:
         accuracies.append(100 * metrics["test_accuracy"])
         mirrored.append(100 * metrics["test_flip_accuracy"])
         print(f"seed {seed}: {accuracies[-1]:.2f}, mirrored view {mirrored[-1]:.2f}, {took:.0f} s", flush=True)
-    flags = f" `{shlex.join(args.options)}`" if args.options else ""
+    flags = f" `{shlex.join(options)}`" if options else ""
     each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
     print(f"{metrics['hardware']}. {metrics['versions']}.")
     print(
