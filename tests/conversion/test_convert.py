@@ -255,7 +255,7 @@ def test_destination_that_holds_something_is_refused(tmp_path, capsys):
         (lambda path: BertModel(BertConfig(**BERT)).save_pretrained(path), "A BertModel has no patch embedding: use"),
         (lambda path: ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(path), "a ViTScratch model already."),
         (lambda path: path.mkdir(), "holds no config.json."),
-        (lambda path: None, "is no file, no folder, no name on the Hub, and no model of timm."),
+        (lambda path: None, "is no file, no folder, and no name on the Hub."),
     ],
     ids=["cnn", "bert", "ours", "empty", "missing"],
 )

@@ -40,65 +40,47 @@ __all__ = [
 
 
 class LoadedModel(NamedTuple):
-    """A saved model of any library as a model of ours.
-
-    Args:
-        model, image_processor: The model, and how its images are prepared; `None` if that is not known.
-        kind: What the source holds.
-        notes: What was done and what was assumed, a sentence each.
-    """
+    """A saved model of any library as a model of ours."""
 
     model: ViTScratchPreTrainedModel
-    image_processor: BaseImageProcessor | None
-    kind: str
-    notes: list[str]
+    kind: str  # what the source holds
+    assumed: str  # because the source does not say it
+    image_processor: BaseImageProcessor | None  # None if it is not known how images are prepared
+    note: str  # where the image processor comes from
 
 
-def load(
-    source: str,
-    num_attention_heads: int | None = None,
-    image_size: list[int] | None = None,
-    pooling: str | None = None,
-) -> LoadedModel:
-    """Load a saved model of ours, transformers, timm or torchvision, as a model of ours.
+def load(source: str, **unsaid: Any) -> LoadedModel:
+    """Load a saved model of ours, transformers, timm or torchvision as a model of ours.
 
     Args:
-        source: A folder, or a name on the Hub, of a ViTScratch model, a transformers ViT or a timm model; the name of
-            a timm model; or a file of weights of timm's or torchvision's `VisionTransformer` (`.safetensors`, `.pth`,
-            `.bin`).
-        num_attention_heads: Number of heads, which a file of weights does not say. Known for the published sizes.
-        image_size: Height and width in pixels, for a file of weights of images that are not square.
-        pooling: `"cls"` or `"mean"`, for a file of weights.
+        source: A folder, or a name on the Hub, of a ViTScratch model, a transformers ViT or a timm model; a name of
+            timm, for its pretrained weights; or a file of weights of timm's or torchvision's `VisionTransformer`
+            (`.safetensors`, `.pth`, `.bin`).
+        unsaid: What a file of weights does not say: `num_attention_heads`, known for the published sizes;
+            `image_size`, height and width in pixels, if they differ; `pooling`, `"cls"` or `"mean"`.
 
     Raises:
         UserError: The source cannot be read or converted.
     """
+    described: dict[str, Any] | None  # by timm: how images are prepared, and the names of the classes
     if Path(source).is_file():
-        ours, assumed, prepared = _from_file(Path(source), num_attention_heads, image_size, pooling)
-        image_processor, note = _make_image_processor(prepared)
-        return LoadedModel(ours, image_processor, "the weights", [assumed, note])
-    module = _load_module(source).eval()
-    prepared = getattr(module, "pretrained_cfg", None)  # timm's
-    if isinstance(module, ViTScratchPreTrainedModel):
-        ours = module
+        ours, assumed, described = _from_file(Path(source), **unsaid)
+        kind = "the weights"
     else:
-        ours = from_vit(module) if prepared is None else from_timm(module)
-    image_processor, note = _read_image_processor(source) if prepared is None else _make_image_processor(prepared)
-    label_names = (prepared or {}).get("label_names")
+        module = _load_module(source).eval()
+        kind, assumed, described = type(module).__name__, "", getattr(module, "pretrained_cfg", None)
+        if isinstance(module, ViTScratchPreTrainedModel):
+            ours = module
+        else:
+            ours = from_vit(module) if described is None else from_timm(module)
+    label_names = (described or {}).get("label_names")
     if label_names and len(label_names) == ours.config.num_labels:
         ours.config.id2label = dict(enumerate(label_names))
         ours.config.label2id = {name: index for index, name in enumerate(label_names)}
-    equal = "with random weights its outputs and hidden states equal the source's, in float64"
-    return LoadedModel(ours, image_processor, type(module).__name__, [equal, note])
+    return LoadedModel(ours, kind, assumed, *_image_processor(source, described))
 
 
-def convert(
-    source: str,
-    destination: str,
-    num_attention_heads: int | None = None,
-    image_size: list[int] | None = None,
-    pooling: str | None = None,
-) -> None:
+def convert(source: str, destination: str, **unsaid: Any) -> None:
     """Convert a saved model into a folder of a ViTScratch model, and print what was done.
 
     The destination is a folder that does not exist or is empty. The other arguments are those of `load`.
@@ -108,9 +90,9 @@ def convert(
     """
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
-    if (num_attention_heads or image_size or pooling) and not Path(source).is_file():
+    if any(unsaid.values()) and not Path(source).is_file():
         raise UserError(f"{source} is no file of weights, and says itself what only such a file leaves open.")
-    ours, image_processor, kind, notes = load(source, num_attention_heads, image_size, pooling)
+    ours, kind, assumed, image_processor, note = load(source, **unsaid)
     if kind == type(ours).__name__:
         raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")
     ours.save_pretrained(destination)
@@ -126,19 +108,21 @@ def convert(
         f"{config.hidden_size}, {config.num_attention_heads} attention heads; images {height}x{width}, patches "
         f"{patch_height}x{patch_width}{labels}"
     )
-    for note in (sizes, *notes):
-        print(f"- {note}")
+    equal = "with random weights its outputs and hidden states equal the source's, in float64"
+    for line in (sizes, assumed or equal, note):
+        print(f"- {line}")
 
 
 def _load_module(source: str) -> nn.Module:
-    """Return the model that transformers or timm has saved in a folder, or on the Hub."""
+    """Return the model that a folder or a name stands for: of ours, transformers or timm."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise UserError(f"{source} holds no config.json. Give the folder of a saved model, or a file of weights.")
-    elif "/" not in source and _is_timm_name(source):
+    elif "/" not in source:
+        timm_class(f"{source} is no file and no folder. As a name of timm it")
         return _load_from_timm(source)
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise UserError(f"{source} is no file, no folder, no name on the Hub, and no model of timm.")
+        raise UserError(f"{source} is no file, no folder, and no name on the Hub.")
     with _reading(source):
         config, _ = transformers.PreTrainedConfig.get_config_dict(source)
     if "architecture" in config:  # timm's word
@@ -164,14 +148,6 @@ def _load_module(source: str) -> nn.Module:
     return cast(nn.Module, module)
 
 
-def _is_timm_name(source: str) -> bool:
-    try:
-        from timm import is_model
-    except ImportError:
-        return False
-    return is_model(source)
-
-
 def _load_from_timm(name: str) -> nn.Module:
     timm_class(name)
     import timm
@@ -181,7 +157,7 @@ def _load_from_timm(name: str) -> nn.Module:
 
 
 def _from_file(
-    path: Path, num_attention_heads: int | None, image_size: list[int] | None, pooling: str | None
+    path: Path, num_attention_heads: int | None = None, image_size: list[int] | None = None, pooling: str | None = None
 ) -> tuple[ViTScratchPreTrainedModel, str, dict[str, Any]]:
     """Return our model of a file of weights of timm or torchvision, what was assumed, and how images are prepared."""
     theirs = _read_weights(path)
@@ -258,16 +234,13 @@ def _reading(source: object) -> AbstractContextManager[None]:
     return blame_the_files(f"{source} is truncated, not there, or of another kind")
 
 
-def _read_image_processor(source: str) -> tuple[BaseImageProcessor | None, str]:
-    """Return the image processor beside a model, and a note."""
-    try:
-        return transformers.AutoImageProcessor.from_pretrained(source), "its image processor was copied"
-    except (OSError, ValueError):
-        return None, "no image processor was found beside the model: save one before using it in a pipeline"
-
-
-def _make_image_processor(prepared: dict[str, Any]) -> tuple[BaseImageProcessor | None, str]:
-    """Return an image processor that follows timm's description of the images, and a note."""
+def _image_processor(source: str, prepared: dict[str, Any] | None) -> tuple[BaseImageProcessor | None, str]:
+    """Return an image processor and a note: the one beside the model, or one that follows timm's description."""
+    if prepared is None:
+        try:
+            return transformers.AutoImageProcessor.from_pretrained(source), "its image processor was copied"
+        except (OSError, ValueError):
+            return None, "no image processor was found beside the model: save one before using it in a pipeline"
     if not prepared:
         return None, "no image processor was written, as the file does not say how images were prepared"
     channels, height, width = prepared["input_size"]
@@ -302,5 +275,6 @@ def main(argv: list[str]) -> int:
         parser.error("give SOURCE and DESTINATION, or --verify")
     transformers_logging.disable_progress_bar()
     with blame_the_user():
-        convert(args.source, args.destination, args.num_attention_heads, args.image_size, args.pooling)
+        unsaid = {name: getattr(args, name) for name in ("num_attention_heads", "image_size", "pooling")}
+        convert(args.source, args.destination, **unsaid)
     return 0
