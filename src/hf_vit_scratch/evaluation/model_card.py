@@ -20,7 +20,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..errors import UserError
-from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
+from ..model.configuration_vit_scratch import VARIANT_NAME, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .figures import plot_confusion, plot_curves, plot_reliability
 
@@ -59,7 +59,7 @@ def make_card(
     source, model = recipe.get("data", "digits"), recipe.get("model", "")
     dataset = source if reports[0]["data_is_on_the_hub"] else None
     description = data or dataset or ("the digits of scikit-learn" if source == "digits" else "a folder of images")
-    from_scratch = not model or re.fullmatch(rf"({'|'.join(VARIANTS)})/\d+", model)
+    from_scratch = not model or VARIANT_NAME.fullmatch(model)
     accuracy = sum(report["test_accuracy"] for report in reports) / len(reports)
     result = EvalResult(
         task_type="image-classification",

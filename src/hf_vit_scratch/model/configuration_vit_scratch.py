@@ -27,6 +27,7 @@ VARIANTS = {
     "L": (1024, 24, 16, 4096),
     "H": (1280, 32, 16, 5120),
 }
+VARIANT_NAME = re.compile(rf"({'|'.join(VARIANTS)})/([1-9]\d*)")  # such as S/16
 POSITION_EMBEDDING_TYPES = ("learned", "sincos2d", "rope2d")
 POOLINGS = ("cls", "mean")
 # What the code that is saved beside weights holds for transformers' auto classes.
@@ -154,7 +155,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             >>> ViTScratchConfig.from_variant("Ti/4", image_size=32).hidden_size
             192
         """
-        match = re.fullmatch(rf"({'|'.join(VARIANTS)})/([1-9]\d*)", variant)
+        match = VARIANT_NAME.fullmatch(variant)
         if match is None:
             raise ValueError(
                 f"variant must be one of {', '.join(VARIANTS)}, a slash and the patch size in pixels, such as 'S/16'; "

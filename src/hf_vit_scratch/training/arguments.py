@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +11,7 @@ from transformers.trainer_utils import SchedulerType
 
 from ..data.options import AugmentationArguments, DataArguments, MixingArguments, flag
 from ..errors import UserError
-from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES
+from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANT_NAME
 
 MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")
@@ -23,8 +23,9 @@ class ModelArguments:
 
     model: str | None = flag(
         None,
-        "A size and a patch size to start afresh, such as S/16 (sizes Ti, S, B, L, H), or a saved model to start "
-        "from, a folder or a name on the Hub. The flags below change single fields.",
+        "A size and a patch size to start afresh, such as S/16 (sizes Ti, S, B, L, H). Or a trained model to start "
+        "from: a folder or a name on the Hub of ours, transformers or timm, a name of timm, or a weights file of "
+        "torchvision.",
     )
     image_size: list[int] | None = flag(None, "Pixels: one number, or height and width.")
     patch_size: list[int] | None = flag(None, "Pixels: one number, or height and width.")
@@ -51,6 +52,21 @@ class ModelArguments:
     attn_implementation: str | None = flag(
         None, "eager, sdpa, flex_attention or flash_attention_2; by default what --speed_choice measures."
     )
+
+
+# These may differ from a starting model's. Its weights decide all other fields.
+FREE_FIELDS = {
+    "model", "image_size", "initializer_range", "patch_initializer_range", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "drop_path_rate", "attn_implementation",
+}  # fmt: skip
+ARCHITECTURE = {field.name for field in fields(ModelArguments)} - FREE_FIELDS
+# What a recipe sets for its own model, and not for the one that a flag names.
+RECIPE_MODEL = ARCHITECTURE | {"image_size", "initial_image_size", "initial_image_size_fraction", "whiten_patches"}
+
+
+def is_starting_model(model: str | None) -> bool:
+    """Return whether `--model` names a trained model, and not a size such as S/16."""
+    return model is not None and not VARIANT_NAME.fullmatch(model)
 
 
 @dataclass
@@ -97,7 +113,11 @@ class ViTTrainingArguments(TrainingArguments):
     cache_images: bool = flag(
         False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
     )
-    layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's.")
+    layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's; with --model.")
+    freeze_layers: str | None = flag(
+        None,
+        "Keep the weights of the embeddings and the first N layers of a trained --model; all: train the head alone.",
+    )
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
         None, "Minutes to train, if the epochs do not end before; the schedule follows."
@@ -113,6 +133,8 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.muon_dtype not in (None, *MUON_DTYPES):
             raise UserError(f"muon_dtype must be one of {', '.join(MUON_DTYPES)}; got {self.muon_dtype!r}.")
+        if self.freeze_layers not in (None, "all") and not str(self.freeze_layers).isdecimal():
+            raise UserError(f"freeze_layers must be a number of layers or all, got {self.freeze_layers!r}.")
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss

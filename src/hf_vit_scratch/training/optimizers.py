@@ -34,6 +34,19 @@ def layer_number(name: str, num_hidden_layers: int) -> int:
     return 0 if re.search(r"(?:^|\.)embeddings\.", name) else num_hidden_layers + 1
 
 
+def freeze(model: PreTrainedModel, layers: str | None) -> None:
+    """Exclude the embeddings and the first `layers` layers from training, or for "all" the whole encoder."""
+    if layers is None:
+        return
+    number_of_layers = model.config.num_hidden_layers
+    if layers != "all" and int(layers) > number_of_layers:
+        raise UserError(f"freeze_layers must be all or at most the model's {number_of_layers} layers, got {layers}.")
+    last = number_of_layers + 1 if layers == "all" else int(layers)
+    for name, parameter in model.base_model.named_parameters():
+        if layer_number(name, number_of_layers) <= last:
+            parameter.requires_grad_(False)
+
+
 def parameter_groups(
     model: PreTrainedModel,
     *,

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import re
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,8 +13,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from ..errors import UserError, blame_the_files, blame_the_user
-from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
-from .arguments import ARGUMENT_TYPES, Arguments, ModelArguments
+from ..model.configuration_vit_scratch import ViTScratchConfig
+from .arguments import ARCHITECTURE, ARGUMENT_TYPES, RECIPE_MODEL, Arguments, ModelArguments, is_starting_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
@@ -41,11 +40,13 @@ class Recipe:
         settings: Every value that is set instead of left at its default, by the name of its flag.
         images: Fingerprint of the splits; empty for a stream.
         machine: Choices for the machine, one line each. Another machine may choose otherwise.
+        left_out: Flags that the file sets for its own model, while the command line names a trained one.
     """
 
     settings: dict[str, Setting] = field(default_factory=dict)
     images: str = ""
     machine: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], origin: Origin, reason: str = "") -> None:
         """Set values that belong together."""
@@ -118,13 +119,16 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
         allow_abbrev=False,
         exit_on_error=False,  # an error would print the usage of 140 flags
     )
-    # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
-    recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     _refuse_unknown(given, names, str(recipe_path))
-    recipe = Recipe()
+    flags, recipe = _explicit(parser, names, argv, "the command line"), Recipe()
+    if is_starting_model(flags.get("model")):
+        recipe.left_out = [name for name in given if name in RECIPE_MODEL and name not in flags]
+        given = {name: value for name, value in given.items() if name not in recipe.left_out}
+    # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
+    recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
-    recipe.add(_explicit(parser, names, argv, "the command line"), "flag")
+    recipe.add(flags, "flag")
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
@@ -132,32 +136,32 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     return Arguments(*parsed), recipe
 
 
-def model_config(args: ModelArguments, label_names: Sequence[str]) -> tuple[ViTScratchConfig, str | None]:
-    """Return the configuration that the flags describe, and the saved model to start from, if any.
+def model_config(
+    args: ModelArguments, label_names: Sequence[str], start: ViTScratchConfig | None = None
+) -> ViTScratchConfig:
+    """Return the configuration that the flags describe, based on that of a starting model if there is one.
 
     Raises:
-        UserError: A field is impossible, or there is no such model.
+        UserError: A field is impossible, or contradicts the starting model.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
     model = given.pop("model", None)
     for name in ("image_size", "patch_size"):
         if name in given and len(given[name]) == 1:
             given[name] = given[name][0]
+    fixed = {name: getattr(start, name) for name in given if name in ARCHITECTURE} if start else {}
+    if wrong := [name for name, saved in fixed.items() if _plain(given[name]) != _plain(saved)]:
+        listed = ", ".join(f"{name} {given[name]} (saved: {fixed[name]})" for name in wrong)
+        raise UserError(f"--model {model} does not fit: {listed}. Leave that to the saved model.")
     given["id2label"] = dict(enumerate(label_names))
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
+    given["problem_type"] = None  # a saved one belongs to the saved labels
     try:
-        if model is None:
-            return ViTScratchConfig(**given), None
-        if re.fullmatch(rf"({'|'.join(VARIANTS)})/\d+", model):
-            return ViTScratchConfig.from_variant(model, **given), None
-        config = ViTScratchConfig.from_pretrained(model, **given)
-        config.validate()
-        return config, model
-    except OSError as error:
-        raise UserError(
-            f"--model {model} is neither a size such as S/16 (sizes {', '.join(VARIANTS)}, then the patch size), "
-            "nor a folder of a saved ViTScratch model, nor the name of one on the Hub that is within reach."
-        ) from error
+        if start is not None:
+            config = ViTScratchConfig.from_dict(start.to_dict(), **given)
+            config.validate()
+            return config
+        return ViTScratchConfig(**given) if model is None else ViTScratchConfig.from_variant(model, **given)
     except (ValueError, TypeError) as error:  # already in our own words
         raise UserError(str(error)) from error
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -24,7 +24,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..errors import UserError, blame_the_files, blame_the_user
+from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
@@ -34,10 +34,15 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ModelArguments, refuse_labels, refuse_whole_data, set_fields
+from .arguments import Arguments, refuse_labels, refuse_whole_data, set_fields
+from .optimizers import freeze
 from .recipe import Recipe, model_config
+from .starting_point import build_from, load_starting_model
 from .trainer import ViTTrainer
 from .whitening import NUM_PATCHES, whiten_patches
+
+if TYPE_CHECKING:
+    from ..conversion.convert import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +80,15 @@ def load_data(args: Arguments) -> DatasetDict:
     return splits
 
 
-def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[ViTScratchConfig, str | None]:
+def make_choices(
+    args: Arguments, recipe: Recipe, splits: DatasetDict
+) -> tuple[ViTScratchConfig, "LoadedModel | None"]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
     The choices are set in the arguments, and added to the recipe.
 
     Returns:
-        The model's configuration, and the saved model to start from; `None` for random weights.
+        The model's configuration, and the trained model to start from; `None` for random weights.
     """
     training = args.training
     set_fields(args, recipe.values("images", "machine"))  # of the run that is resumed
@@ -94,9 +101,13 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
                 "run began with, each under its old name, or start a new run."
             )
         recipe.images = images
+    start = load_starting_model(args)
+    if recipe.left_out:
+        logger.info("Left out of the recipe, because %s decides it: %s", args.model.model, ", ".join(recipe.left_out))
     if training.fit_to_images:
         auto_config.fit_sizes(args, splits["train"], recipe)
-    config, start = model_config(args.model, splits["validation"].features["label"].names)
+    label_names = splits["validation"].features["label"].names
+    config = model_config(args.model, label_names, None if start is None else start.model.config)
     recipe.machine = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
@@ -110,52 +121,25 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     return config, start
 
 
-def build_image_processor(config: ViTScratchConfig, start: str | None) -> ViTImageProcessor:
-    """Build the image processor, with the normalization of the saved model if training starts from one."""
+def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None") -> ViTImageProcessor:
+    """Build the image processor, with the normalization of the trained model if training starts from one."""
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
-    if start is None:
-        return ViTImageProcessor(size=size, do_convert_rgb=True)
-    with blame_the_files(f"--model {start} needs an image processor beside its weights, such as ViTImageProcessor()"):
-        # What it would crop to is another size.
-        return ViTImageProcessor.from_pretrained(start, size=size, do_center_crop=False)
+    saved = {} if start is None or start.image_processor is None else start.image_processor.to_dict()
+    # What the saved one would crop to is another size.
+    return ViTImageProcessor.from_dict(saved, size=size, do_center_crop=False, do_convert_rgb=True)
 
 
-def build_model(args: Arguments, config: ViTScratchConfig, start: str | None) -> ViTScratchPreTrainedModel:
-    """Build the model, with random weights or those of the saved model."""
+def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel | None") -> ViTScratchPreTrainedModel:
+    """Build the model, with random weights or those of the trained model, and freeze what is not to be trained."""
     training = args.training
     if training.whiten_patches and (start is not None or args.data.streaming):
         with_what = "--streaming, which has no images at hand" if args.data.streaming else "the saved model of --model"
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
-        if start is None:
-            return model_class(config)
-        return load_model(model_class, start, config)
-
-
-def load_model(
-    model_class: type[ViTScratchPreTrainedModel], path: str, config: ViTScratchConfig
-) -> ViTScratchPreTrainedModel:
-    """Load the encoder of a saved model. Its head is new if the saved one is missing or has other classes."""
-    model, found = cast(Any, model_class).from_pretrained(
-        path, config=config, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    wrong = {*found["missing_keys"], *found["unexpected_keys"], *(entry[0] for entry in found["mismatched_keys"])}
-    heads = ("classifier.", "pre_logits.", "decoder.", "vit.embeddings.mask_token")
-    wrong = {name for name in wrong if not name.startswith(heads)}
-    saved = ViTScratchConfig.from_pretrained(path)
-    if wrong:
-        fields = [name for name in vars(ModelArguments()) if getattr(config, name, 0) != getattr(saved, name, 0)]
-        changed = ", ".join(f"{name} {getattr(config, name)} (saved: {getattr(saved, name)})" for name in fields)
-        raise UserError(
-            f"--model {path} does not fit: {changed or ', '.join(sorted(wrong))}. Leave that to the saved model."
-        )
-    if hasattr(model, "classifier") and saved.id2label != config.id2label:
-        for parameter in model.classifier.parameters():  # loaded, where there are as many classes
-            parameter._is_hf_initialized = False
-        model._init_weights(model.classifier)
-        logger.info("The classes are not those of %s: the classifier begins anew.", path)
-    return model
+        model = model_class(config) if start is None else build_from(start, str(args.model.model), model_class, config)
+        freeze(model, training.freeze_layers)
+        return model
 
 
 def build_trainer(
