@@ -40,7 +40,7 @@ def length(number, speed, monkeypatch, *flags):
     """The values of all arguments after the length was chosen, for so many images and images per second."""
     monkeypatch.setattr(auto_config, "measure_speed", lambda *_: speed)
     args, recipe = parse_recipe([YOUR_IMAGES, *flags])
-    config, _ = model_config(args.model, ["a", "b"])
+    config = model_config(args.model, ["a", "b"])
     auto_config.fit_length(args, config, number, recipe)
     return {name: value for part in args for name, value in vars(part).items()}, recipe.choices()
 
@@ -176,7 +176,7 @@ def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monke
     flags = ["--image_size", "16", "--patch_size", "8", "--hidden_size", "16", "--num_hidden_layers", "1",
              "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true"]  # fmt: skip
     args, _ = parse_recipe([YOUR_IMAGES, *flags])
-    config, _ = model_config(args.model, ["a", "b"])
+    config = model_config(args.model, ["a", "b"])
     before = torch.get_rng_state()
 
     speed = auto_config.measure_speed(config, args)

@@ -24,8 +24,8 @@ from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
 from ..speed.optimize import optimize
-from .arguments import Arguments, ViTTrainingArguments, set_fields
-from .optimizers import build_optimizer
+from .arguments import Arguments, ViTTrainingArguments, is_starting_model, set_fields
+from .optimizers import build_optimizer, freeze
 from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ LARGE_MODEL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads
 TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentation, evaluation and checkpoints
 MINUTES_TO_COMPILE = 10  # from which on compiling pays for itself on a CPU
 FEWEST_PASSES, MOST_PASSES = 30, 600
+PASSES_SAVED = 10  # a trained model needs so many times fewer
 # From so many passes over the same images on, they are mixed, and changed by a policy as well.
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
 
@@ -64,11 +65,12 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
 
     largest = 64 if on_cpu else 224
     image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
-    choose(
-        f"half of the images are {side} pixels or less on their shorter side"
-        + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
-        image_size=[image_size],
-    )
+    if model.image_size is None:  # a starting model has one
+        choose(
+            f"half of the images are {side} pixels or less on their shorter side"
+            + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
+            image_size=[image_size],
+        )
     pixels = ((model.image_size or []) * 2)[:2]  # height and width
     tokens = 64 if on_cpu or max(pixels) <= 64 else 256
     patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
@@ -104,6 +106,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     if training.max_steps <= 0:
         wanted = round(min(max(300 * (2000 / number) ** 0.5, FEWEST_PASSES), MOST_PASSES))
         reason = f"the fewer images, the more passes; {number} images"
+        if is_starting_model(args.model.model):
+            wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
             wanted = max(1, math.ceil(possible * 1.1))  # a machine may be faster than measured
             reason = f"as many as fit into {minutes:g} minutes at about {speed:.0f} images per second"
@@ -156,6 +160,7 @@ def _images_per_second(
     with torch.random.fork_rng():
         model = ViTScratchForImageClassification(copy.deepcopy(config)).train()
         model.to(device)
+        freeze(model, training.freeze_layers)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
