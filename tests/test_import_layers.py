@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("errors", "model", "speed", "data", "evaluation", "conversion", "training", "interpretation", "cli")
+ROOMS = ("errors", "model", "speed", "data", "evaluation", "conversion", "training", "interpretation")
 PACKAGE = Path(__file__).parents[1] / "src" / "hf_vit_scratch"
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
 

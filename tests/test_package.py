@@ -30,7 +30,6 @@ def test_wheel_builds_and_imports_elsewhere(tmp_path):
 
     files = (
         "py.typed",
-        "cli.py",
         "recipes/digits.yaml",
         "evaluation/model_card_template.md",
         "interpretation/explorer/page.css",

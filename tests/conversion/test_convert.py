@@ -30,7 +30,8 @@ from transformers import (
     pipeline,
 )
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchModel, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
 from hf_vit_scratch.conversion import parity
 from hf_vit_scratch.conversion.convert import main
 from hf_vit_scratch.conversion.parity import PEERS, largest_differences
@@ -52,7 +53,7 @@ def tiny_torchvision(**options):
 
 
 def convert(source, destination, *options):
-    return cli.main(["convert", str(source), str(destination), *options])
+    return vit_scratch.main(["convert", str(source), str(destination), *options])
 
 
 def error_of(capsys, *arguments):

@@ -14,6 +14,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetInfo, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
@@ -26,6 +27,7 @@ from hf_vit_scratch.data.images import decode_image, size_and_mode
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler, Sample
 from hf_vit_scratch.data.splits import fingerprint, load_digits, load_splits
+from hf_vit_scratch.data.transforms import SampleRNG
 from hf_vit_scratch.errors import UserError
 
 
@@ -352,10 +354,10 @@ def test_several_label_columns_are_refused(tmp_path, photographs):
 
 
 def test_label_that_is_no_class_is_refused(tmp_path, photographs):
-    features = Features({"image": ImageFeature(), "label": Value("float32")})
-    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0.5, 1.5])
+    features = Features({"image": ImageFeature(), "label": Value("binary")})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[b"a", b"b"])
 
-    with pytest.raises(UserError, match=r"the column 'label' must hold one class per image, but it holds .*float32"):
+    with pytest.raises(UserError, match=r"a label must be a name, .*'label' holds Value\('binary'\)"):
         load_splits(str(tmp_path))
 
 
@@ -597,7 +599,7 @@ def test_worker_processes_decode_what_the_main_process_does(augmented, persisten
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_worker_processes_end_by_the_main_process_alone(start_method, image_processor, photographs):
-    """A scheduler's SIGTERM reaches the workers too, and the main process still needs their batches."""
+    """SIGTERM of a scheduler and Ctrl-C reach the workers too, and the main process still needs their batches."""
     dataset = make_dataset(image_processor, photographs)
     loader = DataLoader(
         dataset,
@@ -611,7 +613,7 @@ def test_worker_processes_end_by_the_main_process_alone(start_method, image_proc
         batches = iter(loader)
         next(batches)
         (worker,) = multiprocessing.active_children()
-        subprocess.run([sys.executable, "-c", f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"], check=True)
+        subprocess.run([sys.executable, "-c", f"import os; [os.kill({worker.pid}, n) for n in (2, 15)]"], check=True)
         assert len(list(batches)) == len(dataset) - 1
 
     batches = iter(loader)  # left unfinished, as by an exception: then multiprocessing ends it by SIGTERM, and waits
@@ -716,6 +718,55 @@ def test_targets_sum_to_one_and_are_smoothed(stage, image_processor, photographs
     unmixed = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).repeat(6, 1)
     equal = torch.isclose(labels, unmixed).all(1)
     assert equal.all() if stage == 1 else 2 <= equal.sum() <= 10
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_class_weights_enter_the_loss_as_in_torch(mixed, photographs):
+    counts = np.array([6, 3, 1])
+    rows = np.repeat(np.arange(3), counts)
+    weights = torch.tensor(compute_class_weight("balanced", classes=np.arange(3), y=rows)).float()
+    options = {"mixup_alpha": float(mixed), "class_counts": counts}
+    plain, weighted = (Mixup(3, class_weighting=chosen, **options) for chosen in ("none", "balanced"))
+    images, labels = torch.zeros(6, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 2, 2, 0, 1])
+    logits = torch.randn(6, 3)
+    keys = [(0, number) for number in range(6)]
+
+    targets, actual = (mixup(images, labels, SampleRNG(keys) if mixed else None)[1] for mixup in (plain, weighted))
+
+    if mixed:
+        expected = torch.nn.CrossEntropyLoss(weights)(logits, targets)
+    else:  # for class ids torch divides by the weights of the batch, which differ from batch to batch
+        expected = torch.nn.CrossEntropyLoss(weights, reduction="sum")(logits, labels) / 6
+    torch.testing.assert_close(torch.nn.functional.cross_entropy(logits, actual), expected)
+
+
+def test_smoothing_spreads_the_weight_of_the_images_own_class():
+    mixup = Mixup(2, label_smoothing=0.2, class_weighting="balanced", class_counts=np.array([9, 1]))
+
+    _, targets = mixup(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), None)
+
+    torch.testing.assert_close(targets, torch.tensor([[0.9, 0.1], [0.1, 0.9]]) * torch.tensor([[10 / 18], [10 / 2]]))
+
+
+def test_several_labels_are_mixed_and_smoothed_each_for_itself():
+    labels = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.int8)
+    smoothed = Mixup(3, label_smoothing=0.2)(torch.zeros(2, 3, 4, 4), labels, None)[1]
+    images = torch.tensor([0, 100], dtype=torch.uint8)[:, None, None, None].expand(2, 3, 4, 4)
+
+    mixed, targets = Mixup(3, mixup_alpha=1.0)(images, labels, SampleRNG([(0, 1), (0, 2)]))
+
+    torch.testing.assert_close(smoothed, torch.tensor([[0.9, 0.1, 0.9], [0.1, 0.1, 0.9]]))
+    share = mixed[:, 0, 0, 0] / 100  # of the second image
+    torch.testing.assert_close(targets, torch.stack((1 - share, torch.zeros(2), torch.ones(2)), dim=1))
+
+
+def test_numbers_are_mixed_like_their_images():
+    images = torch.tensor([0, 100], dtype=torch.uint8)[:, None, None, None].expand(2, 3, 4, 4)
+    labels = torch.tensor([[-5.0], [15.0]])
+
+    mixed, targets = Mixup(1, mixup_alpha=1.0)(images, labels, SampleRNG([(0, 1), (0, 2)]))
+
+    torch.testing.assert_close(targets, mixed[:, 0, 0, :1] / 100 * 20 - 5)
 
 
 def test_pair_is_the_same_in_any_batch(augmented):
@@ -909,6 +960,27 @@ def test_label_out_of_range_is_named(tmp_path, photographs):
 
     with pytest.raises(UserError, match=r"1 rows of train have a label outside 0 to 1; the first is row 3 with 2"):
         load_splits(str(tmp_path))
+
+
+def test_balanced_sampling_visits_classes_equally_and_their_images_in_turn():
+    classes = np.array([0] * 20 + [1] * 3 + [2] * 7)
+    sampler = EpochSampler(30, seed=4, classes=classes)
+    epochs = []
+    for epoch in range(40):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+
+    for samples in epochs:
+        counts = np.bincount([sample.row for sample in samples], minlength=30)
+        assert np.bincount(classes, weights=counts).tolist() == [10, 10, 10]
+        assert np.ptp(counts[20:23]) == 1  # ten visits to three images
+        assert set(counts[:20]) == {0, 1}
+        assert len({(sample.epoch, sample.row) for sample in samples}) == 30  # so no two visits are changed alike
+    assert len({tuple(sample.row for sample in samples) for samples in epochs}) == 40
+    assert len({sample.row for samples in epochs for sample in samples}) == 30
+    again = EpochSampler(30, seed=4, classes=classes)
+    again.set_epoch(7)
+    assert list(again) == epochs[7]
 
 
 # Images that cannot be decoded

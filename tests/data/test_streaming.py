@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from test_train_script import SMALL, train
@@ -296,6 +296,23 @@ def test_stream_needs_named_classes(tmp_path):
 
     with pytest.raises(UserError, match=r"the column 'kind' must be of the type ClassLabel"):
         stream_splits(str(tmp_path), label_column="kind")
+
+
+def test_lists_of_classes_are_streamed(tmp_path):
+    features = Features({"image": ImageFeature(), "labels": List(ClassLabel(names=["a", "b", "c"]))})
+    for split in ("train", "validation"):
+        pictures = [Image.new("L", (8, 8), 2 * shade) for shade in range(20)]
+        labels = [[shade % 3, (shade + 1) % 3][: shade % 2 + 1] for shade in range(20)]
+        rows = Dataset.from_dict({"image": pictures, "labels": labels}, features=features)
+        rows.to_parquet(tmp_path / f"{split}.parquet")
+    rows, splits = stream_splits(str(tmp_path))
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.0] * 3, image_std=[1.0] * 3)
+
+    batch = next(iter(ImageClassificationStream(rows, processor, [None], batch_size=20, stage_of_batch=[0])))
+
+    for shade, target in zip(shades([batch]), batch["labels"].tolist(), strict=True):
+        assert [place for place, value in enumerate(target) if value] == sorted({shade % 3, (shade + shade % 2) % 3})
+    assert {name: len(split) for name, split in splits.items()} == {"validation": 10, "test": 10}
 
 
 def test_folders_of_images_are_not_streamed():

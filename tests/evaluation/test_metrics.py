@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    f1_score,
+    log_loss,
+    mean_absolute_error,
+    precision_score,
+    r2_score,
+    recall_score,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
@@ -18,7 +29,7 @@ def test_accuracy_of_rankings_by_hand():
 
     metrics = compute_metrics(EvalPrediction((rankings, None, np.array([0.5, 1, 2, 3])), np.array([3, 4, 0, 6])))
 
-    assert metrics == {"accuracy": 0.25, "top5_accuracy": 0.75, "exact_loss": 1.625}
+    assert (metrics["accuracy"], metrics["top5_accuracy"], metrics["exact_loss"]) == (0.25, 0.75, 1.625)
 
 
 def summaries(logits, labels):
@@ -26,13 +37,79 @@ def summaries(logits, labels):
 
 
 def test_metrics_from_logits_match_scikit_learn():
-    logits, labels = torch.randn(500, 12), torch.randint(0, 12, (500,))
+    logits, labels = torch.randn(500, 12), torch.randint(0, 6, (500,)) ** 2 % 12  # rare classes, and some without any
 
     metrics = compute_metrics(EvalPrediction(summaries(logits, labels), labels.numpy()))
 
+    best = logits.argmax(1)
+    assert metrics["macro_f1"] == f1_score(labels, best, average="macro")
+    with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
+        assert metrics["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, best))
+
     expected = [top_k_accuracy_score(labels, logits, k=k, labels=np.arange(12)) for k in (1, 5)]
     assert [metrics["accuracy"], metrics["top5_accuracy"]] == expected
-    assert metrics["exact_loss"] == pytest.approx(log_loss(labels, logits.double().softmax(1)), rel=1e-6)
+    assert metrics["exact_loss"] == pytest.approx(
+        log_loss(labels, logits.double().softmax(1), labels=np.arange(12)), rel=1e-6
+    )
+
+
+def test_interval_of_an_accuracy_is_wilsons():
+    labels, best = np.zeros(10, dtype=int), np.array([0] * 8 + [1] * 2)[:, None]
+
+    metrics = compute_metrics(EvalPrediction((best, None, np.zeros(10)), labels))
+
+    # Brown, Cai and DasGupta 2001, equation 4, by hand: (8 + 1.92 -+ 1.96 sqrt(1.6 + 0.96)) / (10 + 3.84).
+    assert [metrics["accuracy_low"], metrics["accuracy_high"]] == pytest.approx([0.4902, 0.9433], abs=1e-4)
+
+
+def several_labels():
+    logits = torch.randn(300, 4)
+    return logits, ((logits + torch.randn(300, 4) > torch.tensor([0.0, 1.0, 2.0, 99.0])).to(torch.int8))
+
+
+def test_metrics_of_several_labels_match_scikit_learn():
+    logits, labels = several_labels()  # no image has the last label, so that no ranking of it is right or wrong
+
+    metrics = compute_metrics(EvalPrediction(summarize_logits(logits, labels).numpy(), labels.numpy()))
+
+    scores, defined = logits.sigmoid()[:, :3], labels[:, :3]
+    assert metrics["auroc"] == pytest.approx(roc_auc_score(defined, scores, average="macro"))
+    assert metrics["average_precision"] == pytest.approx(average_precision_score(defined, scores, average="macro"))
+    assert metrics["macro_f1"] == f1_score(labels, logits.sigmoid() > 0.5, average="macro", zero_division=0.0)
+    expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
+    assert metrics["exact_loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_report_of_several_labels_has_their_scores_and_calibration():
+    logits, labels = several_labels()
+
+    report = detailed_report(logits.numpy(), labels.numpy(), ["a", "b", "c", "d"])
+
+    assert report["per_class"]["b"] == {
+        "precision": precision_score(labels[:, 1], logits[:, 1] > 0),
+        "recall": recall_score(labels[:, 1], logits[:, 1] > 0),
+        "f1-score": f1_score(labels[:, 1], logits[:, 1] > 0),
+        "support": labels[:, 1].sum(),
+        "auroc": roc_auc_score(labels[:, 1], logits[:, 1]),
+        "average-precision": average_precision_score(labels[:, 1], logits[:, 1]),
+    }
+    assert "auroc" not in report["per_class"]["d"]
+    assert sum(bin["images"] for bin in report["calibration"]["bins"]) == 1200
+    assert "confusion_matrix" not in report
+
+
+def test_metrics_of_numbers_match_scikit_learn():
+    labels = torch.randn(200, 2) * torch.tensor([1.0, 50.0]) + torch.tensor([0.0, 1990.0])
+    outputs = labels + torch.randn(200, 2)
+
+    metrics = compute_metrics(EvalPrediction(summarize_logits(outputs, labels).numpy(), labels.numpy()))
+    report = detailed_report(outputs.numpy(), labels.numpy(), ["angle", "year"])
+
+    assert metrics == {"r2": r2_score(labels, outputs), "mae": mean_absolute_error(labels, outputs)}
+    assert report["per_number"]["year"] == {
+        "r2": pytest.approx(r2_score(labels[:, 1], outputs[:, 1])),
+        "mae": pytest.approx(mean_absolute_error(labels[:, 1], outputs[:, 1])),
+    }
 
 
 def test_fewer_than_five_classes():

@@ -11,7 +11,8 @@ from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from PIL import Image
 
-from hf_vit_scratch import ViTScratchConfig, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
 from hf_vit_scratch.evaluation.model_card import describe_machine, make_card
@@ -71,7 +72,7 @@ def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
 
     text = (tmp_path / "cards" / "zoo.md").read_text()
 
-    assert "| test accuracy | 66.7% |" in text
+    assert "| test accuracy | 66.7%, 95% interval 20.8 to 93.9 |" in text
     assert "| eel | 0.000 | 0.000 | 0.000 | 1 |" in text
     assert "owner/animals: 3 test images, 3 classes" in text
     assert "12 post-LN layers of width 32 with 2 heads, on images of 8x16 pixels in patches of 4x4" in text
@@ -112,7 +113,7 @@ def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
 
     card = make_card(runs, tmp_path / "card.md")
 
-    assert "| test accuracy | 66.7% (100.0, 66.7, 33.3 in 3 runs) |" in str(card)
+    assert "| test accuracy | 66.7% (100.0, 66.7, 33.3 in 3 runs), 95% interval 20.8 to 93.9 |" in str(card)
     assert card.data.eval_results[0].metric_value == pytest.approx(2 / 3, abs=1e-6)
     assert str(card).count("python train.py") == 3
 
@@ -145,7 +146,7 @@ def test_folder_without_a_finished_run_is_refused(metrics, tmp_path, capsys):
     if metrics:
         (tmp_path / "metrics.json").write_text(metrics)
 
-    assert cli.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
+    assert vit_scratch.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
 
     assert f"{tmp_path} holds no finished run of a classifier" in capsys.readouterr().err
 

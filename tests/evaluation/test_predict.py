@@ -14,7 +14,8 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from PIL import Image
 from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.predict import find_images
 
@@ -54,7 +55,7 @@ def mixed_images(tmp_path, photographs):
 
 
 def run(*arguments):
-    return cli.main(["predict", *map(str, arguments), "--device", "cpu"])
+    return vit_scratch.main(["predict", *map(str, arguments), "--device", "cpu"])
 
 
 def results_of(capsys, *arguments):
@@ -397,7 +398,7 @@ def test_impossible_option_is_refused(options, message, saved, mixed_images, cap
 
 
 def test_missing_device_is_refused(saved, mixed_images, capsys):
-    assert cli.main(["predict", str(saved()), str(mixed_images), "--device", "abacus"]) == 2
+    assert vit_scratch.main(["predict", str(saved()), str(mixed_images), "--device", "abacus"]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"error: .* cannot be loaded .*: abacus \(RuntimeError\)\.$", line)

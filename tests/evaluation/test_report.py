@@ -3,9 +3,11 @@
 import io
 
 import numpy as np
+import torch
 from PIL import Image
 from transformers.trainer_utils import PredictionOutput
 
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.evaluation import report
 
 
@@ -26,3 +28,44 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
         report.draw_mistakes(PredictionOutput(summaries, labels, {}), Rows(), ["ant", "bee"], tmp_path / "m.png")
 
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
+
+
+@torch.no_grad()
+def test_mirrored_views_have_the_mean_logits_of_both_sides():
+    config = ViTScratchConfig(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = ViTScratchForImageClassification(config).double().eval()
+    pixels = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    left, right = model(pixel_values=pixels).logits, model(pixel_values=pixels.flip(-1)).logits
+    with report.mirrored_views(model):
+        torch.testing.assert_close(model(pixel_values=pixels).logits, (left + right) / 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(pixel_values=pixels).logits, left, rtol=0, atol=0)
+
+
+SCORES = {"precision": 0.5, "recall": 1.0, "f1-score": 2 / 3, "support": 3.0}
+METRICS = {"test_accuracy": 0.75, "test_balanced_accuracy": 0.7, "test_macro_f1": 0.65, "test_loss": 0.0614}
+CLASSES = {"problem_type": "single_label_classification", "images": 4, "labels": ["bee", "a long name"]}
+
+
+def test_table_at_the_end_says_what_a_reader_looks_for_first():
+    lines = report.summary(METRICS | CLASSES | {"per_class": dict.fromkeys(CLASSES["labels"], SCORES)}, 4, 0.93)
+    assert lines.splitlines() == [
+        "Test images             4",
+        "Test loss               0.061",
+        "Test accuracy           75.0%, 95% interval 30.1 to 95.4",
+        "Test balanced accuracy  70.0%",
+        "Test macro-F1           0.650",
+        "Training                0.9 minutes",
+        "Class       precision recall  images",
+        "bee               50%   100%       3",
+        "a long name       50%   100%       3",
+    ]
+
+
+def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_classes_lacks():
+    many = report.summary(METRICS | CLASSES | {"per_class": {str(number): SCORES for number in range(11)}}, 4)
+    assert "Class " not in many
+    assert report.summary({"test_loss": 0.25}, 4, minutes=12.0).splitlines() == [
+        "Test images  4",
+        "Test loss    0.250",
+        "Training     12.0 minutes",
+    ]

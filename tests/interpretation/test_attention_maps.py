@@ -9,7 +9,8 @@ from sklearn.decomposition import PCA
 from torch.nn import functional as F
 from transformers import ViTImageProcessor, pipeline
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
 from hf_vit_scratch.data.images import denormalize
 from hf_vit_scratch.interpretation import attention_maps
 from hf_vit_scratch.interpretation.attention_maps import (
@@ -237,7 +238,7 @@ def saved(tmp_path):
 def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
     photographs[0].save(tmp_path / "photo.png")
     output = tmp_path / "pictures"
-    assert cli.main(["explain", str(saved), str(tmp_path / "photo.png"), "--output_dir", str(output)]) == 0
+    assert vit_scratch.main(["explain", str(saved), str(tmp_path / "photo.png"), "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out.split()
     names = ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"]
     assert printed == [str(output / f"{name}.png") for name in names]
@@ -284,5 +285,5 @@ def test_each_title_belongs_to_its_map_if_scores_are_equal(photographs, monkeypa
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):
     (tmp_path / "broken.jpg").write_text("no image")
-    assert cli.main(["explain", str(saved), str(tmp_path / "broken.jpg"), "--output_dir", str(tmp_path)]) == 2
+    assert vit_scratch.main(["explain", str(saved), str(tmp_path / "broken.jpg"), "--output_dir", str(tmp_path)]) == 2
     assert "broken.jpg" in capsys.readouterr().err

@@ -26,7 +26,8 @@ from helpers import TINY, randomize_
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, pipeline
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, cli
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.predict import load_classifier
 from hf_vit_scratch.interpretation.attention_maps import ImageAttention, inspect_image
@@ -270,7 +271,7 @@ def test_examples_fit_the_model():
 
 def error_of(capsys, *arguments):
     """Return the line that a refused command prints."""
-    assert cli.main(["explore", *map(str, arguments), "--device", "cpu"]) == 2
+    assert vit_scratch.main(["explore", *map(str, arguments), "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("vit-scratch explore: error: ")
 
@@ -551,7 +552,7 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, capsys):
     model, space = save_model(tmp_path / "model"), tmp_path / "space"
     (model / "training_args.bin").touch()
 
-    assert cli.main(["explore", str(model), "--write_space", str(space)]) == 0
+    assert vit_scratch.main(["explore", str(model), "--write_space", str(space)]) == 0
     shutil.rmtree(model)
 
     assert f"{space} is written." in capsys.readouterr().out

@@ -666,6 +666,23 @@ def test_one_label_is_regression(shape, pixel_values):
     assert_equal(outputs.loss, ((outputs.logits[:, 0] - labels.flatten().double()) ** 2).mean())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_regression_answers_in_the_units_of_the_labels_and_learns_them_standardized(dtype, pixel_values):
+    mean, std = [1990.0, 0.0, -1.0, 3e5, 0.5], [10.0, 1.0, 1e-3, 1e5, 2.0]
+    model = tiny_model(ViTScratchForImageClassification, problem_type="regression").to(dtype)
+    standardized = model(pixel_values).logits
+    model.config.label_mean, model.config.label_std = mean, std
+    labels = torch.randn(len(pixel_values), 5).double() * torch.tensor(std) + torch.tensor(mean)
+
+    outputs = model(pixel_values, labels=labels)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = standardized.to(wide) * torch.tensor(std, dtype=wide) + torch.tensor(mean, dtype=wide)
+    torch.testing.assert_close(outputs.logits, expected)
+    errors = (standardized - (labels - torch.tensor(mean)) / torch.tensor(std)).double()
+    torch.testing.assert_close(outputs.loss.double(), errors.square().mean(), rtol=1e-3, atol=1e-6)
+
+
 def test_regression_of_several_numbers(pixel_values):
     model = tiny_model(ViTScratchForImageClassification, problem_type="regression")
     labels = torch.randn(3, 5, dtype=torch.float64)

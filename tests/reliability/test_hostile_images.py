@@ -293,7 +293,7 @@ def test_parquet_file_takes_in_no_file_from_elsewhere_unless_allowed(tmp_path, p
         write_parquet(folder / f"{name}.parquet", [{"path": str(path), "bytes": None}] * 40)
 
     assert load_splits(str(folder / "good.parquet"))
-    with pytest.raises(UserError, match=r"leads to .*, outside of .*data\. If that is meant, give --follow_links"):
+    with pytest.raises(UserError, match=r"lies outside of .*data\. If that is meant, give --follow_links"):
         load_splits(str(folder / "bad.parquet"))
     assert load_splits(str(folder / "bad.parquet"), follow_links=True)
 

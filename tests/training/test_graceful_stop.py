@@ -1,27 +1,52 @@
-"""The stop at SIGTERM, on its own; whole runs are stopped in test_resume.py."""
+"""The stop at SIGTERM or Ctrl-C, on its own; whole runs are stopped in test_resume.py."""
 
 import os
 import signal
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from hf_vit_scratch.training import graceful_stop
 from hf_vit_scratch.training.graceful_stop import GracefulStop
 
-ARGS = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+ARGS = SimpleNamespace(world_size=1, process_index=0, device=torch.device("cpu"))
 
 
-def test_sigterm_is_a_request_within_the_context_alone():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_is_a_request_within_the_context_alone(number):
+    before = signal.getsignal(number)
     stop = GracefulStop(ARGS)
 
     with stop.listening():
         assert not stop.agreed(step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # a launcher hands on what the terminal has sent already
         assert stop.agreed(step=2)
+        assert stop.signal == number
 
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_second_ctrl_c_ends_at_once(monkeypatch, capfd):
+    monkeypatch.setattr(graceful_stop, "SECONDS_BETWEEN_PRESSES", 0.0)
+    with GracefulStop(ARGS).listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "Press Ctrl-C again to stop at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt, match="^$"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a command in the background of a script
+    try:
+        stop = GracefulStop(ARGS)
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.agreed(step=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_can_train_without_a_signal():

@@ -108,7 +108,7 @@ def test_data_without_a_recipe_is_refused():
     ("recipe", "argv", "message"),
     [
         ("learning_rat: 1", [], r"recipe\.yaml: unknown flag 'learning_rat'\. Did you mean learning_rate\?"),
-        ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run train\.py --help for the flags"),
+        ("xyzzy: 1", [], r"recipe\.yaml: unknown flag 'xyzzy'\. Run vit-scratch train --help for the flags"),
         ("1: 1", [], r"recipe\.yaml: unknown flag '1'\."),
         ("help: []", [], r"recipe\.yaml: unknown flag 'help'\."),
         ("weight-decay: 1", [], r"recipe\.yaml: unknown flag 'weight-decay'\. Did you mean weight_decay\?"),
@@ -159,7 +159,9 @@ def test_model_flags_are_fields_of_the_configuration():
 
     own = {name for name in ViTScratchConfig.__annotations__} - {"image_size"}
     assert flags <= ours
-    assert own - flags == {"num_channels", "is_causal", "encoder_stride"}  # RGB only; no recipe is causal
+    assert own - flags == {  # RGB only; no recipe is causal; the labels tell their mean
+        "num_channels", "is_causal", "encoder_stride", "label_mean", "label_std",
+    }  # fmt: skip
 
 
 def test_model_flags_make_a_configuration():

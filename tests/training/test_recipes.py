@@ -23,7 +23,7 @@ def test_recipe_describes_a_model_and_a_training(recipe):
 def test_recipe_states_its_command_result_and_cost(recipe):
     header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     header = "\n".join(header)
-    command = "python train.py" if recipe.stem == "digits" else f"python train.py {recipe.stem}"
+    command = "vit-scratch train" if recipe.stem == "digits" else f"vit-scratch train {recipe.stem}"
     command += {"your_images": " --data FOLDER", "finetune": " --data FOLDER --model MODEL"}.get(recipe.stem, "")
     assert re.search(rf"^# Command +{re.escape(command)}$", header, re.MULTILINE)
     assert re.search(r"^# Result +(test accuracy \d+\.\d%.* seed|not run)", header, re.MULTILINE)

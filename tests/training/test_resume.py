@@ -1,7 +1,10 @@
 """Runs that are killed, stopped, or resumed with something else than they began with."""
 
 import json
+import logging
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,8 +18,10 @@ from safetensors.torch import load_file
 from test_train_script import ROOT, SMALL, train
 from test_trainer import EarlierIsBetter, make_trainer
 
+from hf_vit_scratch.data import dataset
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.speed import optimize
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
@@ -38,13 +43,41 @@ def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     output, _ = process.communicate(timeout=120)
 
     assert process.returncode == 128 + signal.SIGTERM
-    assert "Stopped by SIGTERM. Continue with: python train.py" in output
+    assert re.search(r"Stopped by SIGTERM\. The last .*checkpoint-\d+\. Continue with: python train\.py", output)
     assert "Traceback" not in output
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert 0 < step < 60
     resumed = train.main([*argv, "--resume_from_checkpoint", "true"])
     assert resumed["epoch"] == pytest.approx(60 / 11)
+
+
+def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dataset, "DECODED_BYTES_KEPT", 0)  # or a worker process would have nothing to do
+    caplog.set_level(logging.INFO)
+    argv = [*SMALL, "--max_steps", "6", "--save_strategy", "no", "--eval_strategy", "no", "--load_best_model_at_end",
+            "false", "--dataloader_num_workers", "1", "--output_dir"]  # fmt: skip
+    train.main([*argv, str(tmp_path / "whole")])
+    training_step = ViTTrainer.training_step
+
+    def press_ctrl_c(self, *args):
+        if self.state.global_step == 2:  # a terminal sends it to the worker processes, too
+            for pid in (*(child.pid for child in multiprocessing.active_children()), os.getpid()):
+                os.kill(pid, signal.SIGINT)
+        return training_step(self, *args)
+
+    monkeypatch.setattr(ViTTrainer, "training_step", press_ctrl_c)
+    with pytest.raises(SystemExit, match="130"):
+        train.main([*argv, str(tmp_path / "stopped")])
+
+    checkpoint = tmp_path / "stopped" / "checkpoint-3"
+    said = f"Stopped by Ctrl-C. The last complete checkpoint is {checkpoint}. Continue with: python train.py --hidden"
+    assert said in caplog.text
+    assert caplog.messages[-1].endswith(" --resume_from_checkpoint true")
+    monkeypatch.setattr(ViTTrainer, "training_step", training_step)
+    train.main([*argv, str(tmp_path / "stopped"), "--resume_from_checkpoint", "true"])
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
+    assert resumed == whole
 
 
 def test_half_written_checkpoint_is_deleted(tmp_path, monkeypatch):

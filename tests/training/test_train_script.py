@@ -38,6 +38,7 @@ def run(tmp_path_factory):
     """A short run on the digits: its folder and metrics."""
     output_dir = tmp_path_factory.mktemp("run")
     argv = [*SMALL, "--output_dir", str(output_dir), "--num_train_epochs", "12", "--warmup_steps", "0.1"]
+    argv += ["--eval_tta", "flip"]
     return output_dir, train.main([*argv, "--learning_rate", "4e-3", "--save_steps", "0.5", "--eval_steps", "0.5"])
 
 
@@ -60,6 +61,7 @@ def test_run_leaves_its_results(run):
     matrix = np.array(report["confusion_matrix"])
     assert matrix.sum() == 360
     assert matrix.trace() / 360 == pytest.approx(metrics["test_accuracy"])
+    assert metrics["test_flip_accuracy"] < metrics["test_accuracy"]  # a mirrored 2 is no 2
     assert report["per_class"]["3"]["recall"] == pytest.approx(matrix[3, 3] / matrix[3].sum())
     assert report["command"].startswith("python train.py --hidden_size 32")
     assert f"torch {torch.__version__.partition('+')[0]}" in report["versions"]
@@ -327,7 +329,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
     )  # fmt: skip
 
     assert done.returncode == 2
-    message = "train.py: error: the command line: unknown flag 'learning_rat'. Did you mean learning_rate?"
+    message = "python train.py: error: the command line: unknown flag 'learning_rat'. Did you mean learning_rate?"
     assert done.stderr.splitlines()[-1].startswith(message)
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -344,8 +346,9 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
         ),
         (
             ["--metric_for_best_model", "acc"],
-            r"^metric_for_best_model must be one of loss, accuracy, top5_accuracy; got",
+            r"^metric_for_best_model must be one of accuracy, top5_accuracy, balanced_accuracy, macro_f1, loss; got",
         ),
+        (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out; got 'crops'\."),
     ],
 )
 def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):

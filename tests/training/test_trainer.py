@@ -31,7 +31,7 @@ from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed import hardware
 from hf_vit_scratch.training import optimizers, steps
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
-from hf_vit_scratch.training.checkpointing import finish_checkpoint
+from hf_vit_scratch.training.checkpointing import find_checkpoint, finish_checkpoint
 from hf_vit_scratch.training.loss_watch import LossWatch
 from hf_vit_scratch.training.optimizers import decayed_parameters
 from hf_vit_scratch.training.recipe import Recipe
@@ -367,6 +367,14 @@ def test_trainer_that_was_stopped_can_go_on(tmp_path):
     assert (trainer.stopped, trainer.state.global_step) == (True, 3)
     trainer.train(resume_from_checkpoint=True)
     assert (trainer.stopped, trainer.state.global_step) == (False, 6)
+
+
+def test_ctrl_c_reaches_the_caller_once_the_checkpoint_is_saved(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(At(2, lambda control: os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt, match="^$"):  # or a search over hyperparameters would go on
+        trainer.train()
+    assert find_checkpoint(True, tmp_path) == tmp_path / "checkpoint-3"
 
 
 def test_stop_within_an_epoch_saves_once_and_does_not_evaluate(tmp_path):

@@ -30,6 +30,7 @@ from .cache import ImageCache, keep_in_file, keep_in_memory
 from .images import decode_image, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
+from .targets import targets_of
 from .transforms import SampleRNG, random_resized_crop
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,8 @@ class BatchTransform:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the model's inputs of a batch of `ImageClassificationDataset`, with its other entries.
 
-        `pixel_values` are float (B, 3, height, width). `labels` are class ids (B,), or in training also probabilities
-        (B, L).
+        `pixel_values` are float (B, 3, height, width). `labels` are targets of `targets.py`, in training also those of
+        `Mixup`.
         """
         batch = dict(batch)
         keys, stage = batch.pop("keys"), batch.pop("stage")
@@ -131,9 +132,9 @@ class BatchTransform:
 class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset in batches of decoded images, which `batch_transform` makes the model's inputs.
 
-    A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, class ids (B,);
-    `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training, `None` in
-    evaluation. Its data loader needs `collate`. Pixels do not depend on the process.
+    A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, targets of
+    `targets.py`; `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training,
+    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the process.
 
     Args:
         rows: A split of `load_splits`.
@@ -156,7 +157,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self.image_processor = image_processor
         self.stages = self.batch_transform.stages
         self.cache_images = cache_images
-        self._labels = torch.tensor(self.rows["label"][:])
+        self.labels = torch.from_numpy(targets_of(rows))
         self._cache: ImageCache | None = None
         self._is_in_memory: bool | None = None  # unknown yet
 
@@ -230,14 +231,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         else:
             rows = zip(self.rows[indices]["image"], numbers, strict=True)
             images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
-        labels = self._labels[indices].to(images.device)
+        labels = self.labels[indices].to(images.device)
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:
         image = self.batch_transform.decode(row, f"image {key[1]}")
         return self.batch_transform.crop([image], key[None], stage)
 
-    def sample(self, size: int, seed: int, stage: int = -1) -> dict[str, Any]:
+    def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs.
 
         By default they are not augmented: the last of the stages of `training_stages` has no augmentation.
@@ -255,12 +256,13 @@ def collate(batch: Any) -> Any:
 def set_up_worker_process() -> None:
     """Prepare a worker process of a data loader before its first batch.
 
-    It exits on SIGTERM only if its main process sent it. Schedulers send SIGTERM to the whole job, but the main
-    process still needs batches to finish its step. Its own SIGTERM must work: after an exception, multiprocessing
-    ends leftover workers by it. This covers workers that are forked. A spawned one may have started threads that do
-    not block the signal.
+    It ignores Ctrl-C, and exits on SIGTERM only if its main process sent it. Terminals and schedulers signal the whole
+    job, but the main process still needs batches to finish its step. Its own SIGTERM must work: after an exception,
+    multiprocessing ends leftover workers by it. This covers workers that are forked. A spawned one may have started
+    threads that do not block the signal.
     """
     keep_freed_memory()  # a batch takes what the one before has freed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
         return

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,14 +18,18 @@ from .transforms import SampleRNG
 
 @dataclass
 class Mixup(MixingArguments):
-    """The targets of training: class probabilities, smoothed, and mixed together with the images.
+    """The targets of training: class probabilities, smoothed, weighted, and mixed together with the images.
 
     MixUp, CutMix, one of the two by chance if both are chosen, and label smoothing (Szegedy et al. 2015,
     https://arxiv.org/abs/1512.00567, section 7).
 
     Args:
         num_classes: Number of classes, L.
-        label_smoothing: Probability mass that is spread evenly over all classes.
+        label_smoothing: Probability mass that is spread evenly over all classes. Each of several labels is smoothed
+            as two classes, yes and no.
+        class_counts: Number of training images of each class, (L,), for `class_weighting`. It weighs a class by the
+            inverse of its number, 1 in the mean over all images, as torch's `CrossEntropyLoss` does. What smoothing
+            spreads has the weight of the image's own classes.
 
     Raises:
         UserError: A value is out of its range.
@@ -32,6 +37,7 @@ class Mixup(MixingArguments):
 
     num_classes: int
     label_smoothing: float = field(default=0.0, kw_only=True)
+    class_counts: NDArray[np.int64] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,21 +45,26 @@ class Mixup(MixingArguments):
             raise UserError(f"label_smoothing_factor must lie in [0, 1), got {self.label_smoothing}.")
         if not (self.mixup_alpha or self.cutmix_alpha):
             self.mixup_prob = 0.0
+        self.class_weights: Tensor | None = None
+        if self.class_counts is not None and self.class_weighting == "balanced":
+            counts = torch.from_numpy(self.class_counts)
+            self.class_weights = (counts.sum() / (counts > 0).sum() / counts.clamp(min=1)).float()
 
     def __call__(self, images: Tensor, labels: Tensor, rng: SampleRNG | None) -> tuple[Tensor, Tensor]:
         """Mix each image with its neighbor in the batch: the first with the second, the third with the fourth.
 
         Args:
             images: uint8 (B, C, height, width). The last image of an odd batch stays as it is.
-            labels: Class ids (B,).
+            labels: Class ids (B,), zeros and ones (B, L), or numbers (B, L), which are mixed as they are.
             rng: Source of the shares; `None` to smooth the labels only.
 
         Returns:
-            The images, float if they are mixed, and class ids (B,) or probabilities (B, L).
+            The images, float if they are mixed, and the labels as they were, or float (B, L).
         """
-        if not (self.mixup_prob or self.label_smoothing):
+        if not (self.mixup_prob or self.label_smoothing or self.class_weights is not None):
             return images, labels
-        targets = F.one_hot(labels, self.num_classes).float()
+        spread = self.num_classes if labels.ndim == 1 else 2
+        targets = F.one_hot(labels, self.num_classes).float() if labels.ndim == 1 else labels.float()
         if rng is not None and self.mixup_prob:
             positions = torch.arange(len(images), device=images.device)
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
@@ -61,7 +72,11 @@ class Mixup(MixingArguments):
             images = images.float()
             images = self.mix(images, images.index_select(0, mix_index), mixture)
             targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
-        return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+        mass: Tensor | float = 1.0
+        if self.class_weights is not None:
+            targets = targets * self.class_weights.to(targets.device)
+            mass = targets.sum(dim=1, keepdim=True)
+        return images, targets * (1 - self.label_smoothing) + mass * self.label_smoothing / spread
 
     def draw(self, image_size: Sequence[int], rng: SampleRNG) -> tuple[Tensor, Tensor]:
         """Draw how images are mixed with others of their size.

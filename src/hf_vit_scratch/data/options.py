@@ -1,4 +1,4 @@
-"""The options of the images, their augmentation and their mixtures, which are also flags of `train.py`."""
+"""The options of the images, their augmentation and their mixtures, which are also flags of `vit-scratch train`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UserError
 
 CORRUPT_POLICIES = ("raise", "skip")
+CLASS_WEIGHTINGS = ("none", "balanced")
 AUGMENT_POLICIES = ("randaugment", "trivialaugment")
 
 Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
@@ -30,6 +31,7 @@ RULES: dict[str, Rule] = {
     "mixup_alpha": CONCENTRATION,
     "cutmix_alpha": CONCENTRATION,
     "mixup_prob": PROBABILITY,
+    "class_weighting": (f"be one of {', '.join(CLASS_WEIGHTINGS)}", lambda value: value in CLASS_WEIGHTINGS),
 }
 
 
@@ -60,18 +62,20 @@ class DataArguments(_Options):
     image is decoded once at the start. Do not follow the links of a stranger: they could take in your own images.
     """
 
-    data: str = flag("digits", "digits, a folder of class folders, parquet files, or a dataset's name on the Hub.")
+    data: str = flag(
+        "digits", "digits, a folder of class folders, a table of paths, parquet files, or a dataset's name on the Hub."
+    )
     streaming: bool = flag(False, "Read training images while training; for data too large to download.")
     data_config: str | None = flag(None, "Configuration of a dataset on the Hub that has several.")
-    image_column: str | None = flag(None, "Column of the images; found by its type.")
-    label_column: str | None = flag(None, "Column of the labels; found by its type or name.")
+    image_column: str | None = flag(None, "Column of the images, or of their paths; found by its type.")
+    label_column: list[str] | None = flag(None, "Column or columns of the labels; found by its type or name.")
     train_split: str = flag("train", "Split to train on.")
     validation_split: str | None = flag(None, "Split to choose by; 'validation', or cut from train.")
     test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")
     validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
     corrupt_images: str = flag("raise", "What to do with images that cannot be decoded: raise, or skip and name them.")
-    follow_links: bool = flag(False, "Let links in a folder, and paths in parquet files, lead out of it.")
+    follow_links: bool = flag(False, "Let links in a folder, and paths in tables, lead out of it.")
 
 
 @dataclass(kw_only=True)
@@ -102,7 +106,7 @@ class AugmentationArguments(_Options):
 
 @dataclass(kw_only=True)
 class MixingArguments(_Options):
-    """Mixtures of two training images.
+    """Mixtures of two training images, and the weights of classes.
 
     Sources: MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1) and CutMix (Yun et al. 2019,
     https://arxiv.org/abs/1905.04899, equation 1).
@@ -111,3 +115,6 @@ class MixingArguments(_Options):
     mixup_alpha: float = flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
     cutmix_alpha: float = flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
     mixup_prob: float = flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
+    class_weighting: str = flag(
+        "none", "Weights of the classes in the loss; balanced: by the inverse of their images."
+    )

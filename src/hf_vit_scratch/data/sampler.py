@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class Sample(NamedTuple):
     """An image of a batch, by all that its random changes depend on besides the seed."""
 
-    epoch: int
+    epoch: int  # with the number of earlier visits to the image in the epoch in its upper half
     stage: int | None  # None in evaluation
     row: int
 
@@ -20,19 +21,22 @@ class Sample(NamedTuple):
 class EpochSampler(torch.utils.data.Sampler):
     """Every row once per epoch, in an order that depends on (seed, epoch) only, with the stage of training.
 
-    The order is drawn in the main process, so worker processes and resumed runs get the same.
+    The order is drawn in the main process, so worker processes and resumed runs get the same. With classes, an epoch
+    visits each class equally often instead: the rows of a class come in a random order, again and again.
 
     Args:
         size: Number of rows.
         seed: Seed of the order.
         batch_size: Rows per optimizer step, over all devices. A stage changes between two steps only.
         stage: Function from the epochs passed, a fraction, to the number of the stage.
+        classes: Class of each row, to balance.
     """
 
     size: int
     seed: int
     batch_size: int = 1
     stage: Callable[[float], int] = lambda _: 0
+    classes: NDArray[np.int64] | None = None
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,9 +49,19 @@ class EpochSampler(torch.utils.data.Sampler):
     def __iter__(self) -> Iterator[Sample]:
         epoch = self.epoch
         seeds = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(int(seeds[0]) >> 1)).tolist()
+        generator = torch.Generator().manual_seed(int(seeds[0]) >> 1)
+        order = torch.randperm(self.size, generator=generator)
+        visits = torch.zeros_like(order)
+        if self.classes is not None:
+            ids = torch.from_numpy(self.classes)
+            groups = [order[ids[order] == label] for label in ids.unique()]
+            places = [torch.arange(len(share)) for share in visits.tensor_split(len(groups))]
+            mixed = torch.randperm(self.size, generator=generator)
+            pairs = list(zip(groups, places, strict=True))
+            order = torch.cat([group[place % len(group)] for group, place in pairs])[mixed]
+            visits = torch.cat([place // len(group) for group, place in pairs])[mixed]
         stage = 0
-        for position, row in enumerate(order):
+        for position, (row, visit) in enumerate(zip(order.tolist(), visits.tolist(), strict=True)):
             if position % self.batch_size == 0:
                 stage = self.stage(epoch + position / self.size)
-            yield Sample(epoch, stage, row)
+            yield Sample(epoch + (visit << 32), stage, row)

@@ -1,7 +1,8 @@
 """Images and labels from anywhere, as three named splits; knows nothing of models.
 
-Sources: the digits that ship inside scikit-learn, a folder of class folders, local parquet files, or a dataset on the
-Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and `label` (`ClassLabel`).
+Sources: the digits that ship inside scikit-learn, a folder of class folders, a table of paths, local parquet files, or
+a dataset on the Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and
+`label` (see `targets.py`).
 """
 
 import hashlib
@@ -14,17 +15,19 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, List, load_dataset
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from datasets.fingerprint import Hasher
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
-from pyarrow import compute, types
+from pyarrow import compute
 
 from ..errors import UserError
 from .images import check_header, decode_image, find_image_files, warn_of_others
 from .options import DataArguments
+from .tables import find_columns, find_tables, load_tables
+from .targets import encode_labels, is_missing, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,11 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     args = DataArguments(data=data, **choices)
     source = _load_source(args, labelled)
     chosen = _choose_splits(args, source)
+    source = type(source)({split: source[split] for split in chosen.values()})
     source = _name_columns(args, source, labelled)
+    feature = source[args.train_split].features["label"]
+    if labelled and isinstance(feature, ClassLabel) and feature.num_classes < 2:
+        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
 
     splits = {}
     for name, split in chosen.items():
@@ -79,6 +86,63 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
 
 
+def load_split(data: str, split: str | None, **choices: Any) -> Dataset:
+    """Load one split of a source as it is, with the columns `image` and `label`: nothing is cut.
+
+    The split is chosen as in `find_split`; `choices` are other fields of `DataArguments`.
+
+    Raises:
+        UserError: The data cannot be used, or has no such split.
+    """
+    args = DataArguments(data=data, **choices)
+    source = _load_source(args, labelled=True)
+    args.train_split = name = find_split(data, split, source)
+    rows = _name_columns(args, DatasetDict({name: source[name]}), labelled=True)[name]
+    refuse_unknown_labels(data, name, rows)
+    return without_corrupt(data, name, rows) if args.corrupt_images == "skip" else rows
+
+
+def find_split(data: str, split: str | None, source: DatasetDict) -> str:
+    """Return the name of a split in a source, which may say `val` for `validation`. `None` is test, or the only one.
+
+    Raises:
+        UserError: There is no such split.
+    """
+    wanted = split or (next(iter(source)) if len(source) == 1 else "test")
+    names = next((names for names in SPLIT_NAMES.values() if wanted in names), (wanted,))
+    if not (found := [name for name in names if name in source]):
+        raise UserError(f"{data}: there is no split {wanted!r}, only {list(source)}. Choose one with --split.")
+    return found[0]
+
+
+def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset:
+    """Return rows with the class ids of a model of a problem type, whose classes or numbers are matched by name.
+
+    Raises:
+        UserError: The labels are of another kind, or the model does not have one of them.
+    """
+    feature, labels = rows.features["label"], rows["label"][:]
+    own = label_names(feature)
+    if (given := problem_type(feature)) != kind:
+        raise UserError(f"{data}: the labels must be those of {kind}, as the model's, got {given}. Choose others.")
+    if own == names:
+        return rows
+    if isinstance(feature, dict):
+        raise UserError(
+            f"{data}: the numbers must be {names}, as the model's, got {own}. Name them by --label_column."
+        )
+    used = {own[id] for label in labels for id in np.atleast_1d(label)}
+    if unknown := sorted(used - {*names}):
+        raise UserError(
+            f"{data}: the classes must be among those of the model, {names}, got {unknown}. Rename or remove them."
+        )
+    ids = np.array([names.index(name) if name in names else -1 for name in own])
+    classes = ClassLabel(names=names)
+    new = List(classes) if kind == "multi_label_classification" else classes
+    labels = [ids[label].tolist() for label in labels]  # each an id, or a list of ids
+    return rows.remove_columns("label").add_column("label", labels, feature=new)
+
+
 def fingerprint(splits: DatasetDict) -> str:
     """Return what tells splits from others: their sizes, and a hash of the labels and file names in their order."""
     digest = hashlib.sha256()
@@ -88,7 +152,7 @@ def fingerprint(splits: DatasetDict) -> str:
             paths = paths.take(rows._indices.column(0))
         names = [os.path.basename(path or "") for path in paths.to_pylist()]
         digest.update("\n".join([split, *names]).encode(errors="replace"))
-        digest.update(np.asarray(rows["label"][:], dtype=np.int64).tobytes())
+        digest.update(targets_of(rows).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
 
 
@@ -112,13 +176,14 @@ def load_digits() -> DatasetDict:
 
 def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
-    names = rows.features["label"].names
-    labels = np.asarray([-1 if label is None else label for label in rows["label"][:]])
-    unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
-    if len(unknown):
+    feature, labels = rows.features["label"], rows["label"][:]
+    if wrong := [row for row, label in enumerate(labels) if not is_valid(feature, label)]:
+        allowed = f"outside 0 to {len(label_names(feature)) - 1}"
+        if problem_type(feature) == "regression":
+            allowed = "that is no finite number"
         raise UserError(
-            f"{data}: {len(unknown)} rows of {split} have a label outside 0 to {len(names) - 1}; the first is row "
-            f"{unknown[0]} with {labels[unknown[0]]}. Correct or delete them."
+            f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is row {wrong[0]} with "
+            f"{labels[wrong[0]]}. Correct or delete them."
         )
 
 
@@ -145,16 +210,21 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
     data, streaming = args.data, args.streaming
     path = Path(data).expanduser()
-    if data == "digits" or (path.is_dir() and not any(path.rglob("*.parquet"))):
+    root = path if path.is_dir() else path.parent
+    folders = _folders_of_splits(root) if path.exists() else {}
+    tables = find_tables(path, [root, *folders.values()] if labelled else [])
+    if data == "digits" or tables or (path.is_dir() and not any(path.rglob("*.parquet"))):
         if streaming:
             raise UserError(
                 f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
             )
         if data == "digits":
             return load_digits()
-        source = _load_folder(path, labelled, args)
+        source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
         if not args.follow_links:
-            _refuse_files_outside(path, source)
+            _refuse_files_outside(root, source)
+        if args.corrupt_images == "raise":
+            _check_files(data, source)
         return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
@@ -167,7 +237,9 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
-            hint = "The folder or file must hold parquet files that datasets.load_dataset can read."
+            hint = (
+                "It must be a folder of class folders, a file .csv, .jsonl or .parquet, or a folder of parquet files."
+            )
         else:
             hint = "It is no local folder; is it the name of a dataset on the Hub, and is the Hub within reach?"
         reason = " ".join(str(error).split())
@@ -175,7 +247,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     if not streaming and not path.exists():
         _refuse_own_files(data, source)
     elif not streaming and not args.follow_links:
-        _refuse_files_outside(path if path.is_dir() else path.parent, source)
+        _refuse_files_outside(root, source)
     return source
 
 
@@ -192,9 +264,6 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
             _check_class_folders(folder, files, names, splits["train"])
         elif not files:
             raise UserError(f"{folder}: there are no images.")
-        if args.corrupt_images == "raise":  # the headers only, to find what is no image before training
-            for file, _ in files:
-                check_header(file)
         source[split] = Dataset.from_dict(
             {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
             features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
@@ -206,16 +275,21 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
-    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
+def _folders_of_splits(root: Path) -> dict[str, Path]:
+    """Return the folders inside a folder that have the names of splits."""
     folders = {name.lower(): root / name for name in _subfolders(root)}
-    splits = {
+    return {
         split: next(folders[name] for name in names if name in folders)
         for split, names in SPLIT_NAMES.items()
         if not folders.keys().isdisjoint(names)
     }
+
+
+def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
+    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
+    folders, splits = [root / name for name in _subfolders(root)], _folders_of_splits(root)
     if "train" in splits and (not labelled or _subfolders(splits["train"])):  # a class may be called train
-        beside = [] if labelled else [folder for folder in folders.values() if folder not in splits.values()]
+        beside = [] if labelled else [folder for folder in folders if folder not in splits.values()]
         if unused := [folder.name for folder in beside if find_image_files(folder)[0]]:
             raise UserError(
                 f"{root}: {splits['train'].name} is the training split, and the images in {', '.join(unused)} beside"
@@ -224,8 +298,8 @@ def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
         return splits
     if labelled and splits and len(splits) == len(folders):
         raise UserError(
-            f"{root}: one of the folders {', '.join(sorted(folders))} must be train, with class folders in it. Add or "
-            "rename it."
+            f"{root}: one of the folders {', '.join(folder.name for folder in folders)} must be train, with class "
+            "folders in it. Add or rename it."
         )
     return {"train": root}
 
@@ -249,14 +323,27 @@ def _check_class_folders(folder: Path, files: list[tuple[Path, str]], names: lis
         raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
 
 
+def _check_files(data: str, source: DatasetDict) -> None:
+    """Find what is missing or no image before training, by the headers only."""
+    files = [path for rows in source.values() for path in image_paths(rows)]
+    if missing := [path for path in files if not os.path.isfile(path)]:
+        raise UserError(
+            f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
+            "the paths, or leave such images out with --corrupt_images skip."
+        )
+    for path in files:
+        check_header(Path(path))
+
+
 def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
-    """Refuse links, and paths in parquet files, that lead out of a folder, which somebody else may have made."""
+    """Refuse links, and paths in tables, that lead out of a folder, which somebody else may have made."""
     files = [Path(path) for rows in source.values() for path in image_paths(rows)]
     inside, folders = root.resolve(), {file.parent for file in files}
     # Few files are links, and to ask each where it is takes a minute for a million.
     for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
         if not (found := path.resolve()).is_relative_to(inside):
-            raise UserError(f"{path} leads to {found}, outside of {root}. If that is meant, give --follow_links true.")
+            leads = "lies" if path == found else f"leads to {found},"
+            raise UserError(f"{path} {leads} outside of {root}. If that is meant, give --follow_links true.")
 
 
 def _refuse_own_files(data: str, source: DatasetDict) -> None:
@@ -295,22 +382,6 @@ def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
     return chosen
 
 
-def _find_column(args: DataArguments, features: Features, what: str, found: list[str]) -> str:
-    """Return the chosen column, or the only one that was found."""
-    chosen = getattr(args, f"{what}_column")
-    possible = found if what == "image" else features  # a label may be of several types
-    if chosen is None and len(found) != 1:
-        raise UserError(
-            f"{args.data}: there must be one column of {what}s, found {found} among {sorted(features)}. Name it with "
-            f"--{what}_column."
-        )
-    if chosen is not None and chosen not in possible:
-        raise UserError(
-            f"{args.data}: there is no {what} column {chosen!r}, only {sorted(possible)}. Choose with --{what}_column."
-        )
-    return chosen or found[0]
-
-
 def _with_labels(rows: Dataset, labels: list[int], names: list[str]) -> Dataset:
     return rows.add_column("label", labels, feature=ClassLabel(names=names))
 
@@ -323,53 +394,26 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
             f"{data}: the columns of this kind of data are not known before it is read. Use parquet files."
         )
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    image = _find_column(args, features, "image", images)
-    new_names = {image: "image"}
+    (image,) = find_columns(args, "image", images, images)
+    labels: list[str] = []
     if labelled:
-        labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-        labels = labels or [name for name in ("label", "labels") if name in features]
-        label = _find_column(args, features, "label", labels)
-        new_names[label] = "label"
+        classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
+        named = [name for name in ("label", "labels") if name in features]
+        labels = find_columns(args, "label", classes or named, features)
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
-    source = source.select_columns(list(new_names))
-    # A name that stays would be refused.
-    source = source.rename_columns({old: new for old, new in new_names.items() if old != new})
+    source = source.select_columns([image, *labels])
+    if image != "image":  # a name that stays would be refused
+        source = source.rename_column(image, "image")
     if not labelled:
         return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
-    feature = features[label]
-    if not isinstance(feature, ClassLabel):
-        if args.streaming:
-            raise UserError(
-                f"{data}: to stream, the column {label!r} must be of the type ClassLabel, which names the classes; it "
-                f"is {feature}. Leave --streaming out."
-            )
-        source = _number_classes(data, source, label, feature)
-        feature = source[args.train_split].features["label"]
-    if feature.num_classes < 2:
-        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
-    return source
-
-
-def _number_classes(data: str, source: DatasetDict, column: str, feature: Any) -> DatasetDict:
-    """Replace labels of another type, the same for all splits, by class ids, and missing ones by -1."""
-    kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_boolean)
-    if not isinstance(feature, datasets.Value) or not any(is_kind(feature.pa_type) for is_kind in kinds):
-        raise UserError(f"{data}: the column {column!r} must hold one class per image, but it holds {feature}.")
-    values = {split: rows["label"][:] for split, rows in source.items()}
-    names = sorted({value for column in values.values() for value in column if value is not None})
-    ids = {name: number for number, name in enumerate(names)}
-    numbered = {}
-    for split, rows in source.items():
-        labels = [ids.get(value, -1) for value in values[split]]
-        numbered[split] = _with_labels(rows.remove_columns("label"), labels, list(map(str, names)))
-    return DatasetDict(numbered)
+    return encode_labels(data, source, args.train_split, labels)
 
 
 def _has_unlabelled(rows: Dataset | IterableDataset) -> bool:
     """Return whether a label is missing; in a stream, the first one stands for all."""
     labels = rows["label"][:] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
-    return any(label is None or label < 0 for label in labels)
+    return any(map(is_missing, labels))
 
 
 def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:
@@ -409,7 +453,7 @@ def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> 
                 "--validation_split."
             )
     rows = splits[source]
-    counts = np.bincount(rows["label"][:], minlength=rows.features["label"].num_classes)
+    counts = np.bincount(_strata(rows))
     for name, fraction in fractions.items():
         if name not in splits:
             number = np.maximum(1, np.rint(fraction * counts).astype(int))
@@ -418,21 +462,27 @@ def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> 
             logger.info("%s: %s cut for %s", args.data, share, name)
 
 
+def _strata(rows: Dataset) -> np.ndarray:
+    """Return the classes of the rows; 0 for all where a row has no single class."""
+    targets = targets_of(rows)
+    return targets if targets.ndim == 1 else np.zeros(len(targets), int)
+
+
 def _cut(data: str, rows: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
     """Cut `counts[c]` images of each class c from the rows, but leave one.
 
     `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
     """
     generator = np.random.default_rng(seed)
-    labels = np.asarray(rows["label"][:])
+    labels = _strata(rows)
     cut = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         places = generator.permutation(np.flatnonzero(labels == label))
         if len(places) == 1:
             raise UserError(
-                f"{data}: the class {rows.features['label'].names[label]!r} has too few images to cut a validation "
-                "and a test split from the training images: one is left. Add images, or give splits of your own "
-                "(folders train, val and test)."
+                f"{data}: the class {label_names(rows.features['label'])[label]!r} has too few images to cut a "
+                "validation and a test split from the training images: one is left. Add images, or give splits of "
+                "your own (folders train, val and test)."
             )
         cut[places[: min(counts[label], len(places) - 1)]] = True
     return rows.select(np.flatnonzero(~cut)), rows.select(np.flatnonzero(cut))

@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from ..errors import UserError
 from .dataset import BatchTransform, set_up_worker_process
 from .splits import NOT_IN_ROWS
+from .targets import is_valid, label_names, to_array
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +83,14 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                 pixels, labels, keys = zip(*images, strict=True)
                 yield {
                     "pixel_values": torch.cat(pixels),
-                    "labels": torch.tensor(labels),
+                    "labels": torch.from_numpy(to_array(self.rows.features["label"], labels)),
                     "keys": np.array(keys, np.uint64),
                     "stage": stage,
                 }
             else:
                 yield {}
 
-    def _next_images(self, rows: Iterator[_Row], most: int, stage: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
+    def _next_images(self, rows: Iterator[_Row], most: int, stage: int) -> list[tuple[Tensor, Any, tuple[int, int]]]:
         """Decode up to `most` images of the next batch, or of the next one with any that can be decoded."""
         passes = set()
         while True:
@@ -101,7 +102,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             if len(passes) > 2:
                 raise UserError("No training image can be decoded.")
 
-    def _decode(self, batch: list[_Row], stage: int) -> Iterator[tuple[Tensor, int, tuple[int, int]]]:
+    def _decode(self, batch: list[_Row], stage: int) -> Iterator[tuple[Tensor, Any, tuple[int, int]]]:
         """Yield the cropped pixels (1, ...), the label and the key of each image that can be decoded."""
         for epoch, row in batch:
             try:
@@ -117,7 +118,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             yield self.batch_transform.crop([image], np.array([key], np.uint64), stage), row["label"], key
 
     def _endless_rows(self) -> Iterator[_Row]:
-        classes = self.rows.features["label"].num_classes
+        feature = self.rows.features["label"]
         for epoch in itertools.count():
             # Not `set_epoch`, whose number all worker processes share: they do not end a pass at the same time.
             seed = int(np.random.SeedSequence([self.batch_transform.seed, epoch]).generate_state(1)[0])
@@ -127,8 +128,9 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                 count += 1
                 if row["image"] is not None and row["image"]["bytes"] is None:
                     raise UserError(f"{_name(row)}: {NOT_IN_ROWS}")
-                if row["label"] is None or not 0 <= row["label"] < classes:
-                    raise UserError(f"{_name(row)} has the label {row['label']}, which is none of 0 to {classes - 1}.")
+                if not is_valid(feature, row["label"]):
+                    last = len(label_names(feature)) - 1
+                    raise UserError(f"{_name(row)} has the label {row['label']}, which is none of 0 to {last}.")
                 yield epoch, row
             if count == 0:
                 raise UserError(

@@ -9,7 +9,7 @@ from PIL import Image
 
 PANELS = (
     ("loss", ("loss", "eval_loss")),
-    ("accuracy", ("eval_accuracy", "eval_top5_accuracy")),
+    ("metrics", ("eval_accuracy", "eval_balanced_accuracy", "eval_macro_f1", "eval_average_precision", "eval_r2")),
     ("learning rate", ("learning_rate",)),
     ("images per second", ("images_per_second",)),
 )
@@ -77,6 +77,26 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     axes.set_title(f"expected calibration error {error:.3f}")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", markerscale=0.5)
+    figure.savefig(path, dpi=110)
+
+
+def plot_report(report: dict[str, Any], confusion_matrix: Path, reliability: Path) -> None:
+    """Plot what a report of `detailed_report` has of a confusion matrix and a calibration into PNG files."""
+    if "confusion_matrix" in report:
+        plot_confusion(report["confusion_matrix"], report["labels"], confusion_matrix)
+    if calibration := report.get("calibration"):
+        plot_reliability(calibration["bins"], calibration["expected_calibration_error"], reliability)
+
+
+def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path) -> None:
+    """Plot predicted over true numbers, (N, L) each, into a PNG file, with a panel for each of the first six names."""
+    names = names[:6]
+    figure = _new_figure(4 * len(names), 4)
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, name, true, predicted in zip(panels, names, labels.T, predictions.T, strict=False):
+        axes.scatter(true, predicted, s=8, alpha=0.5)
+        axes.axline((true[0], true[0]), slope=1, color="black", linestyle="--")
+        axes.set(title=name, xlabel="true", ylabel="predicted")
     figure.savefig(path, dpi=110)
 
 

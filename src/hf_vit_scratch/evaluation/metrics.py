@@ -1,16 +1,37 @@
-"""Metrics of classification, computed offline: `evaluate.load` would need the network."""
+"""Metrics for each kind of problem, computed offline. The targets tell which kind, as in `data/targets.py`."""
 
+import math
 from typing import Any, cast
 
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from numpy.typing import NDArray
+from scipy.special import expit
+from scipy.stats import binomtest
+from sklearn.metrics import (
+    average_precision_score,
+    confusion_matrix,
+    f1_score,
+    mean_absolute_error,
+    precision_recall_fscore_support,
+    r2_score,
+    recall_score,
+    roc_auc_score,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
-METRIC_NAMES = ("loss", "accuracy", "top5_accuracy")
+from ..data.targets import ProblemType
+
+# By problem type; the first one chooses the best model, unless the user does.
+METRIC_NAMES = {
+    "single_label_classification": ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss"),
+    "multi_label_classification": ("average_precision", "auroc", "macro_f1", "loss"),
+    "regression": ("r2", "mae", "loss"),
+}
+SHARES_OF_IMAGES = ("accuracy", "top5_accuracy")  # which have Wilson's interval
 CALIBRATION_BINS = 15
 
 
@@ -32,13 +53,23 @@ class TopKAccuracy(evaluate.Metric):
         return {"accuracy": float(hits[:, 0].mean()), "top5_accuracy": float(hits[:, :5].any(axis=1).mean())}
 
 
-def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def problem_type_of(targets: Any) -> ProblemType:
+    """Return the problem type of targets, a tensor or an array: ids (N,), integers (N, L), or floats (N, L)."""
+    if targets.ndim == 1:
+        return "single_label_classification"
+    return "regression" if "float" in str(targets.dtype) else "multi_label_classification"
+
+
+def summarize_logits(logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Reduce logits (B, L) to what the metrics need, to save memory in an evaluation.
 
     Returns:
-        The ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy (B,).
+        For class ids, the ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy
+        (B,). For other targets, the logits in float32.
     """
     logits = logits.float()
+    if problem_type_of(labels) != "single_label_classification":
+        return logits
     return (
         logits.topk(min(5, logits.shape[-1]), dim=-1).indices,
         logits.softmax(dim=-1).amax(dim=-1),
@@ -46,40 +77,109 @@ def summarize_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
     )
 
 
+def wilson_interval(share: float, number: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of a share of so many images (Wilson 1927).
+
+    Example:
+        >>> [round(end, 4) for end in wilson_interval(0.8, 10)]
+        [0.4902, 0.9433]
+    """
+    interval = binomtest(round(share * number), number).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute the Trainer's metrics from the summaries of `summarize_logits` and class ids (N,).
+    """Compute the Trainer's metrics from what `summarize_logits` returns, and the targets (N, ...).
+
+    An accuracy has its 95% confidence interval beside it. Scores of several labels or numbers are means over them.
 
     Example:
         >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
-        >>> compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
-        {'accuracy': 0.5, 'top5_accuracy': 0.5, 'exact_loss': 0.8}
+        >>> metrics = compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
+        >>> metrics["accuracy"], metrics["top5_accuracy"], metrics["exact_loss"]
+        (0.5, 0.5, 0.8)
     """
-    ranked, _, losses = cast(tuple[np.ndarray, ...], evaluation.predictions)
-    accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=evaluation.label_ids)
-    return {**accuracies, "exact_loss": float(losses.mean(dtype=np.float64))}
+    labels, predictions = cast(np.ndarray, evaluation.label_ids), cast(Any, evaluation.predictions)
+    kind = problem_type_of(labels)
+    if kind == "regression":
+        return {"r2": float(r2_score(labels, predictions)), "mae": float(mean_absolute_error(labels, predictions))}
+    if kind == "multi_label_classification":
+        defined = [scores for scores in _label_scores(labels, predictions) if scores]
+        auroc, precision = np.mean(defined or [(math.nan, math.nan)], axis=0)
+        return {
+            "average_precision": float(precision),
+            "auroc": float(auroc),
+            "macro_f1": float(f1_score(labels, predictions > 0, average="macro", zero_division=0.0)),
+            "exact_loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
+        }
+    ranked, _, losses = predictions
+    accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=labels)
+    metrics = cast(dict[str, float], accuracies)
+    for name in SHARES_OF_IMAGES:
+        metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
+    averaged = {"average": "macro", "zero_division": 0.0}
+    # `balanced_accuracy_score` is this recall, but warns of classes that the images lack.
+    metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], labels=np.unique(labels), **averaged))
+    metrics["macro_f1"] = float(f1_score(labels, ranked[:, 0], **averaged))
+    return {**metrics, "exact_loss": float(losses.mean(dtype=np.float64))}
+
+
+def _label_scores(labels: NDArray[Any], logits: NDArray[Any]) -> list[tuple[float, ...]]:
+    """Return the AUROC and the average precision of each label; neither if all images have it, or none."""
+    return [
+        (float(roc_auc_score(has_it, score)), float(average_precision_score(has_it, score)))
+        if 0 < has_it.sum() < len(has_it)
+        else ()
+        for has_it, score in zip(labels.T, logits.T, strict=True)
+    ]
 
 
 def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
-    """Report scores per class, the confusion matrix and the calibration.
+    """Report scores for each class, label or number, the confusion matrix of classes, and the calibration.
 
     Args:
-        predictions: Summaries from `summarize_logits` of N images.
-        labels: Class ids (N,).
-        label_names: Names of the L classes.
+        predictions: Results of `summarize_logits` for N images.
+        labels: Targets (N, ...).
+        label_names: Names of the L classes, labels or numbers.
 
     Returns:
-        `per_class`: precision, recall, f1-score and support of each class. `confusion_matrix`: L rows of L counts; a
-        row is a true class, a column a predicted one. `calibration`: the expected calibration error (Guo et al. 2017,
-        https://arxiv.org/abs/1706.04599, equation 3) and, for each bin of confidence that has images, its upper edge,
-        their number, their mean confidence and their accuracy.
+        `problem_type` and `images`, their number N. `per_class`: precision, recall, f1-score and support of each class
+        or label; of a label also its AUROC and average precision. `confusion_matrix`: L rows of L counts; a row is a
+        true class, a column a predicted one. `calibration`: see `_calibration`; of labels, the confidence is the
+        probability of a label, and the accuracy how often an image has it. `per_number`: R2 and mean absolute error.
     """
-    ranked, confidence, _ = predictions
-    best, ids = ranked[:, 0], list(range(len(label_names)))
+    labels = np.asarray(labels)
+    kind = problem_type_of(labels)
+    report: dict[str, Any] = {"problem_type": kind, "images": len(labels)}
+    if kind == "regression":
+        r2, mae = (score(labels, predictions, multioutput="raw_values") for score in (r2_score, mean_absolute_error))
+        numbers = zip(label_names, r2.tolist(), mae.tolist(), strict=True)
+        return {**report, "per_number": {name: {"r2": r2, "mae": mae} for name, r2, mae in numbers}}
+    several, ids = kind == "multi_label_classification", list(range(len(label_names)))
+    best = predictions > 0 if several else predictions[0][:, 0]
     # `classification_report` puts its averages among the classes, one of which may be named accuracy.
     scores = precision_recall_fscore_support(labels, best, labels=ids, zero_division=0.0)
     names = ("precision", "recall", "f1-score", "support")
+    report["per_class"] = {
+        label: dict(zip(names, map(float, of_class), strict=True))
+        for label, *of_class in zip(label_names, *scores, strict=True)
+    }
+    if several:
+        for row, rankings in zip(report["per_class"].values(), _label_scores(labels, predictions), strict=True):
+            row |= zip(("auroc", "average-precision"), rankings, strict=False)
+        return {**report, "calibration": _calibration(expit(predictions).ravel(), labels.ravel() == 1)}
+    report["confusion_matrix"] = confusion_matrix(labels, best, labels=ids).tolist()
+    return {**report, "calibration": _calibration(predictions[1], best == labels)}
+
+
+def _calibration(confidence: NDArray[Any], right: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return the expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, equation 3).
+
+    And for each bin of confidence that has images, its upper edge, their number, their mean confidence and their
+    accuracy.
+    """
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
-    places, right = np.digitize(confidence, edges, right=True), best == labels
+    places = np.digitize(confidence, edges, right=True)
     bins = [
         {
             "confidence_up_to": round(float(edges[place]), 4),
@@ -89,12 +189,5 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         }
         for place in np.unique(places)
     ]
-    error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(labels)
-    return {
-        "per_class": {
-            label: dict(zip(names, map(float, of_class), strict=True))
-            for label, *of_class in zip(label_names, *scores, strict=True)
-        },
-        "confusion_matrix": confusion_matrix(labels, best, labels=ids).tolist(),
-        "calibration": {"expected_calibration_error": error, "bins": bins},
-    }
+    error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(right)
+    return {"expected_calibration_error": error, "bins": bins}

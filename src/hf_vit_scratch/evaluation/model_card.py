@@ -22,12 +22,20 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..errors import UserError
 from ..model.configuration_vit_scratch import VARIANT_NAME, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
-from .figures import plot_confusion, plot_curves, plot_reliability
+from .figures import plot_curves, plot_report
+from .metrics import METRIC_NAMES, SHARES_OF_IMAGES, wilson_interval
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
-LOGGED = ("epoch", "minutes", "loss", "eval_loss", "eval_accuracy", "learning_rate", "images_per_second")
+NOUNS = {"single_label_classification": "classes", "multi_label_classification": "labels", "regression": "numbers"}
+TITLES = {"top5_accuracy": "top-5 accuracy", "macro_f1": "macro-F1", "auroc": "AUROC", "r2": "R2",
+          "average_precision": "mean average precision", "mae": "mean absolute error"}  # fmt: skip
+LOGGED = (
+    "epoch", "minutes", "loss", "eval_loss", "eval_accuracy", "eval_average_precision", "eval_r2", "learning_rate",
+    "images_per_second",
+)  # fmt: skip
 MAX_LOG_ROWS = 20
 MISTAKES = "mistakes.png"  # drawn by a run whose images may be shown
+NUMBERS = "predictions.png"  # drawn by a run that learns numbers
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
 
 
@@ -60,14 +68,14 @@ def make_card(
     dataset = source if reports[0]["data_is_on_the_hub"] else None
     description = data or dataset or ("the digits of scikit-learn" if source == "digits" else "a folder of images")
     from_scratch = not model or VARIANT_NAME.fullmatch(model)
-    accuracy = sum(report["test_accuracy"] for report in reports) / len(reports)
+    metric = METRIC_NAMES[reports[0]["problem_type"]][0]
     result = EvalResult(
         task_type="image-classification",
         dataset_type=dataset or "imagefolder",
         dataset_name=description,
         dataset_split="test",
-        metric_type="accuracy",
-        metric_value=round(accuracy, 6),
+        metric_type=metric,
+        metric_value=round(sum(report[f"test_{metric}"] for report in reports) / len(reports), 6),
     )
     rows = [logs for logs in log if "loss" in logs or "eval_loss" in logs]
     return _write_card(
@@ -79,12 +87,13 @@ def make_card(
             "pipeline_tag": "image-classification",
             "tags": ["vision", "vit", *(["trained-from-scratch"] if from_scratch else [])],
             "datasets": [dataset] if dataset else None,
-            "metrics": ["accuracy"],
+            "metrics": [metric],
             "eval_results": [result],
         },
         report=reports[0],
         reports=reports,
-        accuracy=accuracy,
+        nouns=NOUNS[reports[0]["problem_type"]],
+        results=results_of(reports),
         data=description,
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
@@ -125,26 +134,42 @@ def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any]
 def _read_report(run: Path) -> dict[str, Any]:
     path = run / "metrics.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "per_class" not in report:
+    if "problem_type" not in report:
         raise UserError(f"{run} holds no finished run of a classifier. Give the --output_dir of one.")
     return report
+
+
+def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the metrics of the test split by their titles: the mean of the runs, each run, and a 95% interval."""
+    results, first = {}, reports[0]
+    for name in METRIC_NAMES[first["problem_type"]]:
+        values = [report[f"test_{name}"] for report in reports if f"test_{name}" in report]
+        if not values or (name == "top5_accuracy" and len(first["labels"]) <= 5):
+            continue
+        scale, digits, unit = (100, 1, "%") if name.endswith("accuracy") else (1, 3, "")
+        mean = sum(values) / len(values)
+        text = f"{scale * mean:.{digits}f}{unit}"
+        if len(values) > 1:
+            text += f" ({', '.join(f'{scale * value:.{digits}f}' for value in values)} in {len(values)} runs)"
+        if name in SHARES_OF_IMAGES:
+            low, high = wilson_interval(mean, first["images"])
+            text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"
+        results[f"test {TITLES.get(name, name.replace('_', ' '))}"] = text
+    return results
 
 
 def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any]], output: Path) -> dict[str, str]:
     """Plot the figures of a run beside its card, and return their file names."""
     prefix = "" if output.name == "README.md" else f"{output.stem}_"
-    names = ("curves", "confusion_matrix", "reliability", "mistakes")
+    drawn = {Path(name).stem: run / name for name in (MISTAKES, NUMBERS) if (run / name).is_file()}
+    names = ("curves", "confusion_matrix", "reliability", *drawn)
     paths = {name: output.with_name(f"{prefix}{name}.png") for name in names}
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(log, paths["curves"])
-    plot_confusion(report["confusion_matrix"], report["labels"], paths["confusion_matrix"])
-    calibration = report["calibration"]
-    plot_reliability(calibration["bins"], calibration["expected_calibration_error"], paths["reliability"])
-    mistakes = run / MISTAKES
-    if not mistakes.is_file():
-        del paths["mistakes"]
-    elif mistakes.resolve() != paths["mistakes"].resolve():
-        shutil.copyfile(mistakes, paths["mistakes"])
+    plot_report(report, paths["confusion_matrix"], paths["reliability"])
+    for name, path in drawn.items():
+        if path.resolve() != paths[name].resolve():
+            shutil.copyfile(path, paths[name])
     return {name: path.name for name, path in paths.items()}
 
 

@@ -9,7 +9,7 @@ is classified whatever its suffix. Results keep the order of the arguments; a fo
     jsonl   {"image": PATH, "predictions": [{"label": NAME, "score": NUMBER}, ...]} for each image, best class first
             {"image": PATH, "error": WHY} for an image that cannot be decoded
     csv     the columns image, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only image
-            and error are filled
+            and error are filled. A model that was trained on numbers has a column for each of them instead
 
 An image that cannot be decoded is named on standard error and skipped. The exit code is 0, or 1 if there was such an
 image, or 2 if the command cannot be carried out.
@@ -21,11 +21,11 @@ import glob
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 from huggingface_hub.utils import tqdm  # silent after `disable_progress_bar`, unlike tqdm's own
@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
 from ..errors import UserError, blame_the_files
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.optimize import example_batch_for, optimize
 
 PROGRAM = "vit-scratch predict"
@@ -90,28 +91,40 @@ def find_images(names: Sequence[str]) -> list[str]:
 
 
 def load_classifier(model: str, device: str | None = None) -> ImageClassificationPipeline:
-    """Load an image classifier from a folder, or from the Hub, as a pipeline. Code beside it is never executed.
+    """Load an image classifier as a pipeline, as `load_pipeline` does."""
+    return load_pipeline("image-classification", AutoModelForImageClassification, "image classifier", model, device)
+
+
+def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str | None) -> Any:
+    """Load a model from a folder, or from the Hub, as a pipeline. Code beside it is never executed.
 
     Without a device such as `"cuda:1"`, it runs on the accelerator, if there is one.
 
     Raises:
-        UserError: The device or the model does not exist, or there is no image classifier with an image processor.
+        UserError: The device or the model does not exist, or it is not of this kind, with an image processor.
     """
     folder = Path(model).expanduser()
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
-    with blame_the_files(f"{model} cannot be loaded as an image classifier"):
+    with blame_the_files(f"{model} cannot be loaded as an {kind}"):
         torch.empty(0, device=device)
-        classifier, report = AutoModelForImageClassification.from_pretrained(
+        loaded, report = auto_class.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # transformers has filled them with random numbers
-        raise UserError(f"{model} is no image classifier: its {wrong[0]} is missing or of another shape.")
-    return pipeline("image-classification", model=classifier, image_processor=image_processor, device=device)
+        raise UserError(f"{model} is no {kind}: its {wrong[0]} is missing or of another shape.")
+    return pipeline(cast(Any, task), model=loaded, image_processor=image_processor, device=device)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Raise a `UserError` unless a model is a classifier of this package."""
+    if not isinstance(model, ViTScratchForImageClassification):
+        given = f"{type(model).__name__}. Convert it with `vit-scratch convert`."
+        raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
 
 
 def predict(
@@ -130,48 +143,89 @@ def predict(
         For each path, in order, `image`, the path, and either `predictions`, each with `label` and `score`, or
         `error`, the reason why it cannot be decoded.
     """
-    if hasattr(classifier.model.config, "image_height_width"):  # a model of this package
-        optimize(classifier.model, example_batch_for(classifier.model, batch_size), images=len(paths))
-    batches = _PreparedBatches(paths, batch_size, classifier.image_processor, classifier.model.dtype)
+    for result in forward(classifier, "logits", paths, batch_size, num_workers):
+        if (logits := result.pop("logits", None)) is not None:
+            result["predictions"] = classifier.postprocess({"logits": logits[None]}, top_k=top_k)
+        yield result
+
+
+def forward(
+    loaded: Any, output: str, paths: Sequence[str], batch_size: int, num_workers: int
+) -> Iterator[dict[str, Any]]:
+    """Compute one output of the model of a pipeline, such as `logits`, for image files in batches.
+
+    Yields:
+        For each path, in order, `image`, the path, and either this output or `error`.
+    """
+    if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
+        optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
+    batches = _PreparedBatches(paths, batch_size, loaded.image_processor, loaded.model.dtype)
     for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
-        logits = iter(classifier.forward(inputs)["logits"] if inputs else ())
+        outputs = iter(loaded.forward(inputs)[output] if inputs else ())
         for result in results:
-            if "error" not in result:
-                result["predictions"] = classifier.postprocess({"logits": next(logits)[None]}, top_k=top_k)
-            yield result
+            yield result if "error" in result else {**result, output: next(outputs)}
 
 
 def _table_row(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of `predict` as a row of the table."""
-    row = {name: value for name, value in result.items() if name != "predictions"}
+    """Return a result of `predict` as a row of the table, by names and by ranks."""
+    row = {prediction["label"]: prediction["score"] for prediction in result.get("predictions", ())}
+    row |= {name: value for name, value in result.items() if name != "predictions"}
     for rank, prediction in enumerate(result.get("predictions", ()), 1):
         row |= {f"{name}_{rank}": value for name, value in prediction.items()}
     return row
 
 
-def main(argv: list[str]) -> int:
-    """Run `vit-scratch predict`; return the exit code."""
+def new_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that image files need."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
     parser.add_argument("images", nargs="+", metavar="IMAGES", help="files, folders, and globs in quotes")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a table if it ends in .csv (default: screen)")
-    parser.add_argument("--top_k", type=int, default=5, help="classes per image, at most all (%(default)s)")
     parser.add_argument("--batch_size", type=int, default=32, help="images computed at once (%(default)s)")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that decode images (%(default)s)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of a parser of `new_parser`, and the image files that they name."""
     args = parser.parse_args(argv)
     for name, least in (("top_k", 1), ("batch_size", 1), ("num_workers", 0)):
-        if getattr(args, name) < least:
+        if getattr(args, name, least) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}.")
-    paths = find_images(args.images)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # also that of loading
+    return args, find_images(args.images)
+
+
+def name_broken(
+    program: str, results: Iterable[dict[str, Any]], number: int, disable: bool | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield results under a progress bar. Name the images that cannot be decoded, and count them at the end."""
+    num_broken = 0
+    for result in tqdm(results, total=number, unit="image", disable=disable):
+        if "error" in result:
+            num_broken += 1
+            tqdm.write(f"{program}: {result['error']}", file=sys.stderr)
+        yield result
+    if num_broken:
+        print(f"{program}: {num_broken} of {number} images cannot be decoded", file=sys.stderr)
+
+
+def main(argv: list[str]) -> int:
+    """Run `vit-scratch predict`; return the exit code."""
+    parser = new_parser(PROGRAM, __doc__)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a table if it ends in .csv (default: screen)")
+    parser.add_argument("--top_k", type=int, default=5, help="classes per image, at most all (%(default)s)")
+    args, paths = parse(parser, argv)
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
-    top_k, num_broken = min(args.top_k, classifier.model.config.num_labels), 0
-    columns = ["image", *(f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")), "error"]
+    config, exit_code = classifier.model.config, 0
+    top_k = min(args.top_k, config.num_labels)
+    columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
+    if config.problem_type == "regression":
+        top_k, columns = config.num_labels, list((config.id2label or {}).values())
     results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
@@ -181,15 +235,11 @@ def main(argv: list[str]) -> int:
         # The names of files may not be UTF-8.
         output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
     with output as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table = csv.DictWriter(file, ["image", *columns, "error"], extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()
-        for result in tqdm(results, total=len(paths), unit="image", disable=in_terminal or None):
-            if "error" in result:
-                num_broken += 1
-                tqdm.write(f"{PROGRAM}: {result['error']}", file=sys.stderr)
+        for result in name_broken(PROGRAM, results, len(paths), in_terminal or None):
+            exit_code |= "error" in result
             table.writerow(_table_row(result)) if is_table else print(json.dumps(result), file=file)
             file.flush()
-    if num_broken:
-        print(f"{PROGRAM}: {num_broken} of {len(paths)} images cannot be decoded", file=sys.stderr)
-    return 1 if num_broken else 0
+    return exit_code

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,17 +11,20 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
+from scipy.special import expit
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import decode_image, denormalize
 from ..data.masking import MaskedImageDataset
-from .figures import plot_curves, plot_images
-from .metrics import detailed_report
-from .model_card import MISTAKES, describe_machine
+from ..data.targets import label_names
+from .figures import plot_curves, plot_images, plot_numbers
+from .metrics import detailed_report, problem_type_of
+from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 
 NUM_MISTAKES = 24  # in the figure
+FEW_CLASSES = 10  # whose scores fit into the log
 
 logger = logging.getLogger(__name__)
 
@@ -32,45 +37,103 @@ def report_on_test_split(
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = trainer.predict(test_dataset)
-    trainer.log_metrics("test", outputs.metrics)
-    metrics = {**(outputs.metrics or {}), "epoch": trainer.state.epoch}
+    outputs.metrics["epoch"] = trainer.state.epoch
+    if trainer.args.eval_tta == "flip":
+        with mirrored_views(trainer.model):
+            outputs.metrics.update(trainer.predict(test_dataset, metric_key_prefix="test_flip").metrics)
     if not trainer.is_world_process_zero():
-        return metrics
+        return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
-    on_the_hub = data != "digits" and not Path(data).expanduser().exists()
-    report = {**metrics, "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+    report = write_report(outputs, test_dataset, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
         draw_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
-    else:
-        names = test_dataset.rows.features["label"].names
+    trainer.create_model_card()
+    minutes = max(line.get("minutes", 0.0) for line in history)
+    table = summary(report, len(test_dataset), minutes)
+    logger.info("\n%s\nFiles      %s: the model, and README.md with all results", table, output_dir)
+    return outputs.metrics
+
+
+def write_report(
+    outputs: PredictionOutput, dataset: ImageClassificationDataset, data: str, command: str, output_dir: Path
+) -> dict[str, Any]:
+    """Write what was found on a split into a folder, with the worst mistakes, and return it."""
+    on_the_hub = data != "digits" and not Path(data).expanduser().exists()
+    report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    if not isinstance(dataset, MaskedImageDataset):
+        names = label_names(dataset.rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
+        if report["problem_type"] == "regression":
+            plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / NUMBERS)
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
-        draw_mistakes(outputs, test_dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
+        draw_mistakes(outputs, dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-    trainer.create_model_card()
-    logger.info("The model, its recipe, metrics, log and figures are in %s", output_dir)
-    return metrics
+    return report
 
 
-def draw_mistakes(outputs: PredictionOutput, rows: Dataset, label_names: list[str], path: Path) -> None:
-    """Plot the most confident mistakes on the test split into a PNG file, if there are any."""
+def summary(report: dict[str, Any], num_images: int, minutes: float | None = None) -> str:
+    """Return a report as a table of a few lines, with the minutes of training if there was one."""
+    rows = {"test images": str(num_images), "test loss": f"{report['test_loss']:.3f}"}
+    if "problem_type" in report:
+        rows |= results_of([report])
+    if minutes is not None:
+        rows["training"] = f"{minutes:.1f} minutes"
+    width = max(map(len, rows)) + 2
+    lines = [f"{title[0].upper() + title[1:]:{width}}{text}" for title, text in rows.items()]
+    classes = report.get("per_class", {})
+    if 0 < len(classes) <= FEW_CLASSES:
+        width = max(10, *map(len, classes))
+        lines.append(f"{'Class':{width}} precision recall  images")
+        for name, row in classes.items():
+            lines.append(f"{name:{width}} {row['precision']:9.0%} {row['recall']:6.0%} {row['support']:7.0f}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def mirrored_views(model: PreTrainedModel) -> Iterator[None]:
+    """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts."""
+
+    def average(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        mirrored = module.forward(*args, **kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)})
+        output.logits = (output.logits + mirrored.logits) / 2
+        return output
+
+    hook = model.register_forward_hook(average, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
+    """Plot the worst mistakes on the test split into a PNG file, if there are any."""
     path.unlink(missing_ok=True)  # a resumed run may have left one
-    labels = cast(Any, outputs.label_ids)
-    ranked, confidence, _ = cast(tuple[Any, ...], outputs.predictions)
-    wrong = np.flatnonzero(ranked[:, 0] != labels)
-    places = wrong[np.argsort(-confidence[wrong], kind="stable")][:NUM_MISTAKES].tolist()
-    captions = [
-        f"taken for {label_names[ranked[place, 0]]:.12} ({100 * confidence[place]:.0f}%)\n"
-        f"is {label_names[labels[place]]:.20}"
-        for place in places
-    ]
+    predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
+    kind = problem_type_of(labels)
+    if kind == "single_label_classification":
+        ranked, confidence, _ = predictions
+        severity = np.where(ranked[:, 0] != labels, confidence, 0)
+    else:
+        answers = predictions if kind == "regression" else expit(predictions)
+        errors = np.abs(answers - labels)
+        errors = errors / (labels.std(axis=0) + 1e-9) if kind == "regression" else errors * (errors > 0.5)
+        severity, worst = errors.max(axis=1), errors.argmax(axis=1)
+
+    def caption(place: int) -> str:
+        if kind == "single_label_classification":
+            score = f"{100 * confidence[place]:.0f}%"
+            return f"taken for {names[ranked[place, 0]]:.12} ({score})\nis {names[labels[place]]:.20}"
+        at = place, worst[place]
+        return f"{names[worst[place]]:.12}: {answers[at]:.3g}\nis {labels[at]:g}"
+
+    places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
     if places:
         encoded = rows[places]["image"]
         images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
-        plot_images(images, captions, path)
+        plot_images(images, [caption(place) for place in places], path)
 
 
 @torch.no_grad()

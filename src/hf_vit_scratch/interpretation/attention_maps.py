@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize
-from ..errors import UserError
-from ..evaluation.predict import load_classifier
+from ..evaluation.predict import load_classifier, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
@@ -188,9 +187,7 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     Raises:
         UserError: The model is of another class.
     """
-    if not isinstance(classifier.model, ViTScratchForImageClassification):
-        given = f"{type(classifier.model).__name__}. Convert it with `vit-scratch convert`."
-        raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
+    refuse_other_models(classifier.model)
     model, image_processor = cast(Any, classifier.model), cast(Any, classifier.image_processor)
     inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling

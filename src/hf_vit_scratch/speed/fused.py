@@ -88,10 +88,8 @@ def layer_forward(
 
 def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddings) -> Tensor:
     """Return multi-head attention of joined queries, keys and values.  (B, N, 3 D) -> (B, N, D)."""
-    width = joined.shape[2] // 3
-    pair, value = joined.split((2 * width, width), dim=2)
-    pair = pair.unflatten(2, (2, -1, module.head_dim)).permute(2, 0, 3, 1, 4).contiguous()  # (2, B, H, N, K)
-    value = value.unflatten(2, (-1, module.head_dim)).transpose(1, 2).contiguous()  # (B, H, N, K)
+    pair, value = joined.unflatten(2, (3, -1, module.head_dim)).split((2, 1), dim=2)
+    pair, value = pair.permute(2, 0, 3, 1, 4), value.squeeze(2).transpose(1, 2)  # (2, B, H, N, K), (B, H, N, K)
     if isinstance(module.q_norm, nn.RMSNorm):
         weight = torch.stack((module.q_norm.weight, module.k_norm.weight))[:, None, None, None]
         pair = _RMSNorm.apply(pair, weight.to(pair.dtype), module.q_norm.eps)
@@ -107,6 +105,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pair: Tensor, weight: Tensor, eps: float) -> Tensor:
+        pair = pair.contiguous()
         scale = (pair.square().mean(-1, keepdim=True) + eps).rsqrt()
         normed = pair * scale
         ctx.save_for_backward(normed, scale, weight)
@@ -150,6 +149,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pair: Tensor, value: Tensor, scaling: float) -> Tensor:
+        pair, value = pair.contiguous(), value.contiguous()
         query, key = pair.flatten(1, 2).unbind()  # each (B H, N, K)
         with torch.autocast("cpu", enabled=False):  # or softmax would compute and store float32
             scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scaling)
@@ -189,8 +189,7 @@ class _PackedWeights:
 
     def __init__(self, state: list[tuple[int, int]], linear: tuple[nn.Linear, ...], tokens: int):
         self.state, (query, key, value, *others) = state, linear
-        joined = torch.cat([layer.weight for layer in (query, key, value)])
-        weights = (joined, *(layer.weight for layer in others))
+        weights = (torch.cat([layer.weight for layer in (query, key, value)]), *(layer.weight for layer in others))
         self.bias = None if query.bias is None else torch.cat([layer.bias for layer in (query, key, value)])
         self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
 

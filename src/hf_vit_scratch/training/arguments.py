@@ -1,4 +1,4 @@
-"""The flags of `train.py`, as dataclasses."""
+"""The flags of `vit-scratch train`, as dataclasses."""
 
 import math
 from collections.abc import Mapping
@@ -73,9 +73,7 @@ def is_starting_model(model: str | None) -> bool:
 class ViTTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with the defaults that training from scratch on images needs."""
 
-    output_dir: str = flag(
-        "runs/train", "Where the run is written; train.py never overwrites a folder that holds one."
-    )
+    output_dir: str = flag("runs/train", "Where the run is written. A folder that holds a run is never overwritten.")
     # The stock default drops the column of images before they are read.
     remove_unused_columns: bool = flag(False, "Remove columns that the model does not take.")
     # The stock default hides a loss that is not finite, and waits for the device at every step to find it.
@@ -113,6 +111,9 @@ class ViTTrainingArguments(TrainingArguments):
     cache_images: bool = flag(
         False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
     )
+    balanced_sampling: bool = flag(
+        False, "Show images of every class equally often, those of rare classes repeatedly."
+    )
     layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's; with --model.")
     freeze_layers: str | None = flag(
         None,
@@ -122,6 +123,14 @@ class ViTTrainingArguments(TrainingArguments):
     max_train_minutes: float | None = flag(
         None, "Minutes to train, if the epochs do not end before; the schedule follows."
     )
+    eval_tta: str | None = flag(
+        None, "flip: report the test split also with the mean logits of each image and its mirror image."
+    )
+    early_stopping_patience: int | None = flag(
+        None,
+        "End after so many evaluations in which metric_for_best_model does not improve. The best model is the result "
+        "if load_best_model_at_end is true.",
+    )
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
@@ -129,20 +138,30 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError("remove_unused_columns must stay false: it would look for columns in batches.")
         if self.hub_token is not None:
             raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
+        if self.eval_tta not in (None, "flip"):
+            raise UserError(f"eval_tta must be flip, or left out; got {self.eval_tta!r}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.muon_dtype not in (None, *MUON_DTYPES):
             raise UserError(f"muon_dtype must be one of {', '.join(MUON_DTYPES)}; got {self.muon_dtype!r}.")
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("mae"):
+            self.greater_is_better = False
         if self.freeze_layers not in (None, "all") and not str(self.freeze_layers).isdecimal():
             raise UserError(f"freeze_layers must be a number of layers or all, got {self.freeze_layers!r}.")
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        for name, low, high in (("ema_decay", 0, 1), ("layer_decay", 0, 1), ("max_train_minutes", 0, math.inf)):
+        limits = {"ema_decay": 1, "layer_decay": 1, "max_train_minutes": math.inf, "early_stopping_patience": math.inf}
+        for name, high in limits.items():
             value = getattr(self, name)
-            if value is not None and not low < value <= high:
-                raise UserError(f"{name} must lie above {low} and be at most {high}, got {value}.")
+            if value is not None and not 0 < value <= high:
+                raise UserError(f"{name} must lie above 0 and be at most {high}, got {value}.")
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise UserError(
+                "early_stopping_patience needs evaluations, but eval_strategy is no. Give --eval_strategy steps or "
+                "epoch."
+            )
         if not torch.accelerator.is_available():
             # Without this, processes that torchrun starts do not find each other, and each would train alone.
             self.use_cpu = True
@@ -180,13 +199,16 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
 
 def refuse_labels(args: Arguments) -> None:
     """Refuse what needs labels where none are read."""
-    _refuse_together(
+    refuse_together(
         "--task masked-image-modeling",
         {
             "--streaming": args.data.streaming,
             "--check": args.training.check,
+            "--eval_tta": args.training.eval_tta,
             "mixing (--mixup_alpha, --cutmix_alpha)": args.mixing.mixup_alpha or args.mixing.cutmix_alpha,
             "--label_smoothing_factor": args.training.label_smoothing_factor,
+            "--class_weighting": args.mixing.class_weighting != "none",
+            "--balanced_sampling": args.training.balanced_sampling,
         },
     )
 
@@ -194,9 +216,11 @@ def refuse_labels(args: Arguments) -> None:
 def refuse_whole_data(args: Arguments) -> None:
     """Refuse what needs all of the data where they are a stream."""
     data, training = args.data, args.training
-    _refuse_together(
+    refuse_together(
         "--streaming",
         {
+            "--class_weighting": args.mixing.class_weighting != "none",
+            "--balanced_sampling": training.balanced_sampling,
             "--check": training.check,
             "--fit_to_images": training.fit_to_images,
             "--cache_images": training.cache_images,
@@ -214,7 +238,8 @@ def refuse_whole_data(args: Arguments) -> None:
             )
 
 
-def _refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+def refuse_together(what: str, asked: Mapping[str, Any]) -> None:
+    """Refuse options that were asked for beside another one."""
     for name, is_asked in asked.items():
         if is_asked:
             raise UserError(f"{name} does not go together with {what}. Leave one of them out.")

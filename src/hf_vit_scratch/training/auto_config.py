@@ -115,10 +115,11 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     passes = min(planned_passes(training, number), possible)
     expected = passes * number / (TIME_FOR_STEPS * speed * 60)
 
-    mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY
+    # A policy may change what a number measures, such as a brightness or an angle.
+    mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
     choose(seen, auto_augment="trivialaugment" if changes else None)
-    if training.task == "image-classification":
+    if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
         choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
 
@@ -158,7 +159,9 @@ def _images_per_second(
     """Return the speed at one size, and the choice of `optimize`."""
     device, batch_size = training.device, training.train_batch_size
     with torch.random.fork_rng():
-        model = ViTScratchForImageClassification(copy.deepcopy(config)).train()
+        config = copy.deepcopy(config)
+        config.problem_type = config.label_std = None  # any loss takes as long
+        model = ViTScratchForImageClassification(config).train()
         model.to(device)
         freeze(model, training.freeze_layers)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)

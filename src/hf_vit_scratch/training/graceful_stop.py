@@ -1,6 +1,9 @@
-"""A stop at SIGTERM that lets the current step end and saves first."""
+"""A stop at SIGTERM or Ctrl-C that lets the current step end and saves first."""
 
+import multiprocessing
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,38 +14,52 @@ from .arguments import ViTTrainingArguments
 
 # Processes agree on stopping every so many steps; on an accelerator this waits for the device.
 STEPS_BETWEEN_AGREEMENTS = 10
+# Launchers hand on a Ctrl-C that the terminal has sent already. A second one that comes later is a person's.
+SECONDS_BETWEEN_PRESSES = 1.0
+SAVING = "\nSaving a checkpoint after this step or evaluation. Press Ctrl-C again to stop at once.\n"
 
 
 class GracefulStop:
-    """Remembers that SIGTERM arrived, and lets all processes agree on the step at which they stop."""
+    """Remembers that SIGTERM or Ctrl-C arrived, and lets all processes agree on the step at which they stop."""
 
     def __init__(self, args: ViTTrainingArguments):
         self.args = args
-        self.requested = False  # in this process
+        self.signal = 0  # that asks for a stop
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a request to stop, as long as the context lasts."""
+        """Take SIGTERM and Ctrl-C as requests to stop, as long as the context lasts. A second Ctrl-C ends at once."""
+        pressed = 0.0  # when Ctrl-C came first
 
-        def request(*_: Any) -> None:
-            self.requested = True
+        def request(number: int, _: Any) -> None:
+            nonlocal pressed
+            self.signal = number
+            if number == signal.SIGINT and not pressed:
+                pressed = time.monotonic()
+                if self.args.process_index == 0 and multiprocessing.parent_process() is None:  # workers inherit this
+                    os.write(2, SAVING.encode())  # a `print` may be what the signal has interrupted
+            elif number == signal.SIGINT and time.monotonic() - pressed > SECONDS_BETWEEN_PRESSES:
+                raise KeyboardInterrupt
 
+        before: dict[signal.Signals, Any] = {}
         try:
-            before = signal.signal(signal.SIGTERM, request)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # it is where a script starts a background command
+                    before[number] = signal.signal(number, request)
         except ValueError:  # not in the main thread, where no signal arrives
-            yield
-            return
+            pass
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def agreed(self, step: int) -> bool:
         """Return whether all processes stop after this step, because one of them was asked to."""
-        if self.args.world_size == 1:
-            return self.requested
-        if self.args.device.type != "cpu" and step % STEPS_BETWEEN_AGREEMENTS:
-            return False
-        asked = torch.tensor([float(self.requested)], device=self.args.device)
-        torch.distributed.all_reduce(asked)
-        return bool(asked.item())
+        if self.args.world_size > 1:
+            if self.args.device.type != "cpu" and step % STEPS_BETWEEN_AGREEMENTS:
+                return False
+            asked = torch.tensor([float(self.signal)], device=self.args.device)
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+            self.signal = int(asked.item())
+        return self.signal > 0

@@ -52,7 +52,8 @@ class LossWatch(TrainerCallback):
             return
         self.done = True
         model = kwargs["model"]
-        chance = math.log(max(getattr(model.config, "num_labels", 0), 2))  # the loss of equal probabilities
+        several = getattr(model.config, "problem_type", None) == "multi_label_classification"  # each is a yes or no
+        chance = math.log(2 if several else max(getattr(model.config, "num_labels", 0), 2))  # of equal probabilities
         if loss > NOT_MOVED * self.first_loss and loss > 0.9 * chance:
             logger.warning(
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "

@@ -83,7 +83,7 @@ class Recipe:
         return cls(settings, **facts)
 
 
-def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
+def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tuple[Arguments, Recipe]:
     """Build the arguments from a recipe and flags: `[recipe] [--flag value ...]`.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
@@ -92,6 +92,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
     Args:
         argv: Command line, without the program's name. It begins with the name of a recipe of this package, such as
             `cifar10_cpu`, or with the path of a YAML file; without either, with `digits`.
+        program: Name under which the command was started, for messages.
 
     Returns:
         The arguments, and the recipe with all that the file and the flags have set.
@@ -104,8 +105,8 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
         recipe_path = _recipe_path(argv.pop(0))
     elif any(argument.split("=")[0] == "--data" for argument in argv):
         raise UserError(
-            "--data needs a recipe before it, such as: train.py cifar10_cpu --data FOLDER. The default "
-            "recipe fits the digits only."
+            f"--data needs a recipe before it, such as: {program} your_images --data FOLDER. The default recipe fits "
+            "the digits only."
         )
     else:
         recipe_path = RECIPES / "digits.yaml"
@@ -113,14 +114,15 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Arguments, Recipe]:
 
     parser = HfArgumentParser(
         ARGUMENT_TYPES,
-        prog="train.py",
-        usage="train.py [recipe] [--flag value ...]",
-        description="Train a Vision Transformer from scratch. A flag overrides the recipe's value.",
+        prog=program,
+        usage=f"{program} [recipe] [--flag value ...]",
+        description="Train a Vision Transformer from scratch. A flag overrides the recipe's value. Without a recipe, "
+        "the digits of scikit-learn are learnt. `vit-scratch recipes` lists the recipes.",
         allow_abbrev=False,
         exit_on_error=False,  # an error would print the usage of 140 flags
     )
     names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
-    _refuse_unknown(given, names, str(recipe_path))
+    _refuse_unknown(given, names, str(recipe_path), program)
     flags, recipe = _explicit(parser, names, argv, "the command line"), Recipe()
     if is_starting_model(flags.get("model")):
         recipe.left_out = [name for name in given if name in RECIPE_MODEL and name not in flags]
@@ -197,15 +199,16 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
     try:
         found, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(names, unset)))
     except ArgumentError as error:
-        raise UserError(f"{source}: {error}. Run train.py --help for the flags.") from error
-    _refuse_unknown([argument.removeprefix("--").partition("=")[0] for argument in unknown], names, source)
+        raise UserError(f"{source}: {error}. Run {parser.prog} --help for the flags.") from error
+    given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
+    _refuse_unknown(given, names, source, parser.prog)
     return {name: value for name, value in vars(found).items() if value is not unset}
 
 
-def _refuse_unknown(given: Iterable[str], names: list[str], source: str) -> None:
+def _refuse_unknown(given: Iterable[str], names: list[str], source: str, program: str) -> None:
     if unknown := [name for name in given if name not in names]:
         guess = "".join(f" Did you mean {match}?" for match in difflib.get_close_matches(unknown[0], names, n=1))
-        raise UserError(f"{source}: unknown flag {unknown[0]!r}.{guess} Run train.py --help for the flags.")
+        raise UserError(f"{source}: unknown flag {unknown[0]!r}.{guess} Run {program} --help for the flags.")
 
 
 def _plain(value: Any) -> Any:

@@ -11,11 +11,12 @@ import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import denormalize
+from ..data.targets import class_counts, imbalance, label_names, problem_type, targets_of
 from ..evaluation.figures import plot_images
+from ..evaluation.metrics import problem_type_of
 from .auto_config import images_per_second, planned_passes, sizes_and_modes
 from .trainer import ViTTrainer
 
@@ -34,35 +35,38 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
     seconds of real training. It uses up the model of the trainer.
     """
-    problems = [*_classes(splits), *_images(splits["train"], trainer)]
+    problems = [*_labels(splits), *_images(splits["train"], trainer)]
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     problems += _overfit(trainer)
     trainer.model.load_state_dict(untrained)
     data_report(trainer)
     problems += _trial(trainer)
     path = Path(trainer.args.output_dir) / "samples.png"
-    _plot_samples(trainer, splits["train"].features["label"].names, path)
+    _plot_samples(trainer, label_names(splits["train"].features["label"]), path)
     print(f"Samples    {path}: images as the model gets them, with their labels")
     verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
     print("\n           - ".join([f"Verdict    {verdict}", *problems]))
     return not problems
 
 
-def _classes(splits: DatasetDict) -> list[str]:
+def _labels(splits: DatasetDict) -> list[str]:
     problems = []
-    names = splits["train"].features["label"].names
+    feature = splits["train"].features["label"]
+    names = label_names(feature)
     for split, rows in splits.items():
-        counts = np.bincount(rows["label"][:], minlength=len(names))
+        if problem_type(feature) == "regression":
+            ranges = zip(names, targets_of(rows).min(axis=0), targets_of(rows).max(axis=0), strict=True)
+            listed = "; ".join(f"{name} from {low:g} to {high:g}" for name, low, high in ranges)
+            print(f"Numbers    {split}: {len(rows)} images, {listed}")
+            continue
+        counts = class_counts(rows)
         rarest, commonest = int(counts.argmin()), int(counts.argmax())
         print(
             f"Classes    {split}: {len(rows)} images of {len(names)} classes, from {counts[rarest]} "
             f"({names[rarest]}) to {counts[commonest]} ({names[commonest]})"
         )
-        if split == "train" and counts[rarest] * 10 < counts[commonest]:
-            problems.append(
-                f"{names[rarest]!r} has {counts[rarest]} training images, {names[commonest]!r} {counts[commonest]}: "
-                "accuracy will hardly show the rare class. Add images of it, or read the report per class."
-            )
+        if split == "train" and (problem := imbalance(rows)):
+            problems.append(problem)
         elif split == "train" and counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")
     return problems
@@ -81,30 +85,38 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
     return []
 
 
-def _batch(trainer: ViTTrainer, size: int, stage: int) -> tuple[Tensor, Tensor]:
+def _batch(trainer: ViTTrainer, size: int, stage: int | None) -> tuple[Tensor, Tensor]:
     batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(size, seed=1, stage=stage)
     return batch["pixel_values"], batch["labels"]
 
 
 def _overfit(trainer: ViTTrainer) -> list[str]:
-    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFIT_IMAGES, stage=-1))
-    ids = labels.argmax(-1) if labels.is_floating_point() else labels
+    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFIT_IMAGES, stage=None))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):  # noqa: B007
-        logits = trainer.model(pixel_values).logits
-        accuracy = (logits.argmax(-1) == ids).float().mean().item()
+        output = trainer.model(pixel_values, labels=labels)
+        accuracy = _is_right(output.logits, labels).float().mean().item()
         if accuracy >= 0.99:
             break
-        loss = F.cross_entropy(logits, ids)
-        loss.backward()
+        output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"By heart   {accuracy:.0%} of {len(ids)} training images after {step} steps of AdamW at 1e-3")
+    print(f"By heart   {accuracy:.0%} of {len(labels)} training images after {step} steps of AdamW at 1e-3")
     if accuracy < 0.9:
-        return [f"The model has learnt only {accuracy:.0%} of {len(ids)} images by heart. Are labels and images those "
-                "that belong together (see the samples)? Is the model too small, or dropout high?"]  # fmt: skip
+        return [f"The model has learnt only {accuracy:.0%} of {len(labels)} images by heart. Are labels and images "
+                "those that belong together (see the samples)? Is the model too small, or dropout high?"]  # fmt: skip
     return []
+
+
+def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return for each image whether its class is, or all its labels are, right; or each number to a quarter of std."""
+    match problem_type_of(labels):
+        case "single_label_classification":
+            return logits.argmax(-1) == labels
+        case "regression":
+            return ((logits - labels).abs() < labels.std(dim=0) / 4).all(dim=-1)
+    return ((logits > 0) == (labels > 0)).all(dim=-1)
 
 
 def _trial(trainer: ViTTrainer) -> list[str]:
@@ -176,12 +188,20 @@ def data_report(trainer: ViTTrainer) -> str:
 
 
 def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
-    """Plot augmented training images, each with the label that it has most of."""
+    """Plot augmented training images, each with the class that it has most of, its labels or its numbers."""
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
     pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage=min(1, len(dataset.stages) - 1))
     images = [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
-    if labels.is_floating_point():
-        captions = [f"{names[int(label.argmax())]} {label.max():.0%}" for label in labels]
+    if (problem := trainer.model.config.problem_type) is not None:
+        least = -math.inf if problem == "regression" else 0.1
+        captions = [
+            ", ".join(
+                f"{name} {value:.3g}" for name, value in zip(names, label.tolist(), strict=True) if value > least
+            )
+            for label in labels
+        ]
+    elif labels.is_floating_point():
+        captions = [f"{names[int(label.argmax())]} {label.max() / label.sum():.0%}" for label in labels]
     else:
         captions = [names[int(label)] for label in labels]
     plot_images(images, captions, path)

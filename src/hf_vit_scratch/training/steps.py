@@ -1,4 +1,4 @@
-"""The steps of a training run, in the order in which `train.py` takes them.
+"""The steps of a training run, in the order in which `run.py` takes them.
 
 Each raises a `UserError` if something that the user gave cannot be used.
 """
@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
@@ -24,6 +25,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
+from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, targets_of
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -34,7 +36,8 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, refuse_labels, refuse_whole_data, set_fields
+from .arguments import Arguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
+from .checkpointing import describe_last_checkpoint
 from .optimizers import freeze
 from .recipe import Recipe, model_config
 from .starting_point import build_from, load_starting_model
@@ -54,13 +57,12 @@ def is_masked(args: Arguments) -> bool:
 
 def check_and_seed(args: Arguments) -> None:
     """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
-    training = args.training
-    if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") not in METRIC_NAMES:
-        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES)}; got {metric!r}.")
     if is_masked(args):
         refuse_labels(args)
+    if args.training.balanced_sampling:
+        refuse_together("--balanced_sampling", {"--class_weighting": args.mixing.class_weighting != "none"})
     with blame_the_user():
-        set_seed(training.seed)
+        set_seed(args.training.seed)
 
 
 def load_data(args: Arguments) -> DatasetDict:
@@ -106,8 +108,10 @@ def make_choices(
         logger.info("Left out of the recipe, because %s decides it: %s", args.model.model, ", ".join(recipe.left_out))
     if training.fit_to_images:
         auto_config.fit_sizes(args, splits["train"], recipe)
-    label_names = splits["validation"].features["label"].names
-    config = model_config(args.model, label_names, None if start is None else start.model.config)
+    names = label_names(splits["validation"].features["label"])
+    config = model_config(args.model, names, None if start is None else start.model.config)
+    if not is_masked(args):
+        fit_to_labels(args, config, splits["train"], recipe)
     recipe.machine = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
@@ -119,6 +123,37 @@ def make_choices(
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     return config, start
+
+
+def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: Recipe) -> None:
+    """Choose the loss, the metric and the units by the labels of the training rows, and refuse what does not fit."""
+    training, feature = args.training, rows.features["label"]
+    kind, data = problem_type(feature), args.data.data
+    single = kind == "single_label_classification"
+    config.problem_type = None if single else kind
+    config.label_mean = config.label_std = None
+    if "metric_for_best_model" not in recipe.settings and not single:
+        training.metric_for_best_model = METRIC_NAMES[kind][0]
+        recipe.add({"metric_for_best_model": METRIC_NAMES[kind][0]}, "images", describe(feature))
+    metric = training.metric_for_best_model
+    if metric is not None and metric.removeprefix("eval_") not in METRIC_NAMES[kind]:
+        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES[kind])}; got {metric!r}.")
+    if not single and (training.balanced_sampling or args.mixing.class_weighting != "none"):
+        raise UserError(
+            f"{data}: --balanced_sampling and --class_weighting need one class per image, but the labels are "
+            f"{describe(feature)}. Leave them out."
+        )
+    if kind == "regression":
+        numbers = targets_of(rows).astype(np.float64)
+        config.label_mean = numbers.mean(axis=0).tolist()
+        config.label_std = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
+        if recipe.values("flag").get("label_smoothing_factor"):
+            raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
+        training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
+    elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
+        helped = training.balanced_sampling or args.mixing.class_weighting != "none"
+        if (problem := imbalance(rows)) and not helped:
+            logger.warning(problem)
 
 
 def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None") -> ViTImageProcessor:
@@ -153,10 +188,11 @@ def build_trainer(
     for size in (augment.image_size for augment in stages if augment is not None):
         if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
             raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
+    feature = splits["train"].features["label"]
+    counts = None if data_args.streaming else class_counts(splits["train"])
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
-    num_classes = splits["validation"].features["label"].num_classes
-    mixup = Mixup(num_classes, **vars(mixing), label_smoothing=training.label_smoothing_factor)
-    training.label_smoothing_factor = 0.0
+    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
+    mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
     data_seed = seed if training.data_seed is None else training.data_seed
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
     if masked:
@@ -196,10 +232,10 @@ def build_trainer(
             stage=stage,
         )
     logger.info(
-        "%.2fM parameters; %s; %d classes; training on %s",
+        "%.2fM parameters; %s; %s; training on %s",
         model.num_parameters() / 1e6,
         ", ".join(f"{len(rows)} {name}" for name, rows in splits.items() if isinstance(rows, Dataset)),
-        num_classes,
+        describe(feature),
         training.device,
     )
     return trainer, dataset_class(splits["test"], image_processor)
@@ -208,7 +244,7 @@ def build_trainer(
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
     """Save the recipe with the command that repeats the run, train, and save the model.
 
-    If SIGTERM stopped the training, the process ends.
+    If SIGTERM or Ctrl-C stopped the training, the process ends.
     """
     training = trainer.args
     if trainer.speed is not None and training.speed_choice == "auto":
@@ -222,6 +258,9 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     with blame_the_user(until=lambda: trainer.has_started):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
+        except KeyboardInterrupt:
+            if not trainer.stopped:
+                raise
         except torch.OutOfMemoryError as error:
             batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
             raise UserError(
@@ -232,8 +271,11 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
             ) from error
     if trainer.stopped:
         trainer.accelerator.end_training()
-        logger.info("Stopped by SIGTERM. Continue with: %s --resume_from_checkpoint true", command)
-        sys.exit(128 + signal.SIGTERM)
+        number = trainer.graceful_stop.signal
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        last = describe_last_checkpoint(training.output_dir)
+        logger.info("Stopped by %s. %s. Continue with: %s --resume_from_checkpoint true", name, last, command)
+        sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
 

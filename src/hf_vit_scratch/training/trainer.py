@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock
+from .early_stopping import EarlyStopping
 from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
@@ -79,7 +81,7 @@ class _Hooks(TrainerCallback):
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # `on_step_end` has saved already if SIGTERM stopped the run. A finished run that is resumed makes no step.
+        # `on_step_end` has saved already if a signal stopped the run. A finished run that is resumed makes no step.
         if self.trainer.stopped or not self.trainer.has_started:
             control.should_save = False
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
@@ -99,8 +101,8 @@ class ViTTrainer(Trainer):
     """The stock `Trainer` with what the best recipes need, exact losses, and exact resumption.
 
     Added: the optimizers of `optimizers.py`, a moving average of the weights (`EMA`), training for a given time
-    (`Clock`), a stop at SIGTERM (`GracefulStop`), complete checkpoints (`checkpointing.py`), the training stages of
-    `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
+    (`Clock`), a stop at SIGTERM or Ctrl-C (`GracefulStop`), complete checkpoints (`checkpointing.py`), the training
+    stages of `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
 
     Args:
         args: As for the stock Trainer, like `kwargs`. Its option `args` must be `ViTTrainingArguments`.
@@ -128,7 +130,7 @@ class ViTTrainer(Trainer):
         self.ema: EMA | None = None
         self.clock = Clock(self.args)
         self.graceful_stop = GracefulStop(self.args)
-        self.stopped = False  # by SIGTERM
+        self.stopped = False  # by a signal, once a checkpoint is due
         self.has_started = False  # training has come to its first step
         self.resumed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
@@ -138,6 +140,8 @@ class ViTTrainer(Trainer):
         self.speed = self._optimize(self.model, self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStopping(self.args.early_stopping_patience))
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(lambda: self.clock.progress))
         if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
@@ -150,9 +154,11 @@ class ViTTrainer(Trainer):
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
+            KeyboardInterrupt: Ctrl-C was pressed; if `stopped` is true, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        self.has_started = self.stopped = self.graceful_stop.requested = False
+        self.has_started = self.stopped = False
+        self.graceful_stop.signal = 0
         self.ema, self._unfinished_checkpoint = None, None
         self.clock.start()
         if keep_freed_memory():
@@ -169,6 +175,9 @@ class ViTTrainer(Trainer):
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
             best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+        except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
+            self.stopped = False
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:
             if self._unfinished_checkpoint is None or "No space left" not in str(error):
                 raise
@@ -181,6 +190,8 @@ class ViTTrainer(Trainer):
             if self.ema is not None and self.ema.steps and not best_was_loaded:  # the best one is an average already
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
+        if self.stopped and self.graceful_stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt
         return output
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -250,14 +261,15 @@ class ViTTrainer(Trainer):
             args.seed if args.data_seed is None else args.data_seed,
             batch_size * args.gradient_accumulation_steps,
             lambda passed: self.stage(max(passed / epochs, self.clock.progress)),
+            rows.labels.numpy() if args.balanced_sampling else None,
         )
         return self.sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
         # A run that has ended was resumed; the stock loop would train one step more.
-        if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
-            self.control.should_training_stop = True
+        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps or self.clock.progress >= 1
+        if self.control.should_training_stop:
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._images_in_step = sum(find_batch_size(batch) for batch in batches)

@@ -10,9 +10,9 @@ from transformers import ImageClassificationPipeline
 from ...errors import UserError
 
 PACKAGE = Path(__file__).parents[2]
-APP = """from hf_vit_scratch.cli import main
+APP = """from hf_vit_scratch.interpretation.explorer.app import main
 
-raise SystemExit(main(["explore", "model"]))
+main(["model"])
 """
 
 

@@ -1,0 +1,71 @@
+"""Run an entry of the speedrun: the accuracy on CIFAR-10 that a whole command reaches within some minutes.
+
+    python benchmarks/speedrun/run.py 15 --data FOLDER
+    python benchmarks/speedrun/run.py 5 --data FOLDER -- --max_train_minutes 4.5
+
+The command is `python train.py cifar10_cpu`, once for each seed, with what follows `--`. Its seconds go from its start
+to its end, with imports, reading, compiling and the report. The entry is refused if one run takes longer than the
+limit, or if the test split is not the whole one. Nothing else may run at the same time. The last line is a row for
+README.md.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TEST_IMAGES = 10_000
+
+
+def run(options: list[str], output_dir: Path) -> tuple[float, dict[str, Any]]:
+    """Train once; return the seconds of the whole command and the metrics of the test split."""
+    command = [sys.executable, "train.py", "cifar10_cpu", *options, "--output_dir", str(output_dir)]
+    print(shlex.join(["python", *command[1:]]), flush=True)
+    start = time.perf_counter()
+    with (output_dir.parent / f"{output_dir.name}.log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
+    return time.perf_counter() - start, json.loads((output_dir / "metrics.json").read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Run the seeds of an entry, check them, and print its row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("minutes", type=float, help="limit of the whole command")
+    parser.add_argument("--data", required=True, help="folder of CIFAR-10 as parquet, or its name on the Hub")
+    parser.add_argument("--seeds", nargs="+", default=["42", "1", "2"])
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/speedrun"))
+    parser.add_argument("options", nargs="*", help="further flags of train.py, after --")
+    args = parser.parse_args()
+
+    commit = subprocess.check_output(["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True).strip()
+    folder = args.output_dir.resolve() / f"{commit}_{args.minutes:g}"
+    folder.mkdir(parents=True)
+    seconds, accuracies, mirrored = [], [], []
+    for seed in args.seeds:
+        options = ["--data", args.data, "--seed", seed, *args.options]
+        took, metrics = run(options, folder / seed)
+        tested = sum(scores["support"] for scores in metrics["per_class"].values())
+        if took > 60 * args.minutes or tested != TEST_IMAGES:
+            sys.exit(f"no entry: seed {seed} took {took:.0f} seconds and was tested on {tested:g} images")
+        seconds.append(took)
+        accuracies.append(100 * metrics["test_accuracy"])
+        mirrored.append(100 * metrics["test_flip_accuracy"])
+        print(f"seed {seed}: {accuracies[-1]:.2f}, mirrored view {mirrored[-1]:.2f}, {took:.0f} s", flush=True)
+    flags = f" `{shlex.join(args.options)}`" if args.options else ""
+    each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
+    print(f"{metrics['hardware']}. {metrics['versions']}.")
+    print(
+        f"| {date.today()} | `{commit}` |{flags} | {statistics.mean(accuracies):.1f} ({each}) "
+        f"| {statistics.mean(mirrored):.1f} | {min(seconds):.0f} to {max(seconds):.0f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Tables of image paths and labels, CSV, JSON lines or parquet, as rows with an image column."""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, DatasetDict, Features, load_dataset
+from pyarrow import ArrowException, parquet
+
+from ..errors import UserError, blame_the_files
+from .images import SUFFIXES
+from .options import DataArguments
+
+# The reader of `datasets` for each suffix, with its options. A class may be called None: only blanks are missing.
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+
+
+def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
+    """Return the table that a path is, or the files `metadata.*` in folders, as in image folders of the Hub.
+
+    A parquet file that holds the images themselves is no table of paths.
+    """
+    if not path.is_file():
+        files = [folder / f"metadata{suffix}" for folder in dict.fromkeys(folders) for suffix in READERS]
+        return [file for file in files if file.is_file()]
+    with suppress(ArrowException):  # loading it as data will say what is wrong
+        suffix = path.suffix.lower()
+        features = Features.from_arrow_schema(parquet.read_schema(path)) if suffix == ".parquet" else {}
+        if suffix in READERS and not any(isinstance(one, datasets.Image) for one in features.values()):
+            return [path]
+    return []
+
+
+def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments) -> DatasetDict:
+    """Load tables whose paths are relative to their own folders, as rows in the order of the paths.
+
+    A row belongs to the split whose folder holds its image, else to train.
+
+    Raises:
+        UserError: A table cannot be read, it has no paths, or an image has two rows.
+    """
+    splits: dict[str, Dataset] = {}
+    for table in tables:
+        reader, options = READERS[table.suffix.lower()]
+        with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
+            rows = load_dataset(reader, data_files=str(table), split="train", **options)
+            rows[0]
+        column = _path_column(replace(args, data=str(table)), rows)
+        paths = [os.path.normpath(table.parent / str(name)) for name in rows[column][:]]
+        order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
+        paths = [paths[row] for row in order]
+        if twice := [path for path, following in pairwise(paths) if path == following]:
+            raise UserError(
+                f"{table}: {twice[0]} has two rows, but an image must have one. Give several labels as columns of 0 "
+                "and 1, or in JSON lines as a list."
+            )
+        images = [{"path": path, "bytes": None} for path in paths]
+        rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
+        places = {split: os.path.join(os.path.normpath(folder), "") for split, folder in folders.items()}
+        found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
+        for split in sorted({*found}):
+            if split in splits:
+                raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
+            splits[split] = rows.select([row for row, name in enumerate(found) if name == split])
+    return DatasetDict(splits)
+
+
+def find_columns(args: DataArguments, what: str, found: list[str], possible: Iterable[str]) -> list[str]:
+    """Return the chosen columns of images or labels, or the only one that was found."""
+    chosen = getattr(args, f"{what}_column")
+    chosen = [chosen] if isinstance(chosen, str) else chosen or []
+    if not chosen and len(found) != 1:
+        raise UserError(
+            f"{args.data}: there must be one column of {what}s, found {found} among {sorted(possible)}. Name it with "
+            f"--{what}_column."
+        )
+    if unknown := [name for name in chosen if name not in possible]:
+        raise UserError(
+            f"{args.data}: there is no {what} column {unknown[0]!r}, only {sorted(possible)}. Choose with "
+            f"--{what}_column."
+        )
+    return chosen or found
+
+
+def _path_column(args: DataArguments, rows: Dataset) -> str:
+    """Return the chosen column of paths, the Hub's `file_name`, or the only one that begins with an image's path."""
+    found = ["file_name"] if "file_name" in rows.column_names else [
+        name for name, value in rows[0].items() if os.path.splitext(str(value))[1].lower() in SUFFIXES
+    ]  # fmt: skip
+    return find_columns(args, "image", found, rows.column_names)[0]

@@ -1,0 +1,163 @@
+"""What is learnt of an image: one class, any of several labels, or numbers. The type of the column `label` tells it.
+
+ClassLabel                     single_label_classification  class ids, int64 (N,)
+List(ClassLabel)               multi_label_classification   zeros and ones, int8 (N, L)
+{name: Value("float64"), ...}  regression                   numbers, float32 (N, L)
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import chain, compress
+from typing import Any, Literal
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, List, Value
+from numpy.typing import NDArray
+
+from ..errors import UserError
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+def problem_type(feature: Any) -> ProblemType:
+    """Return the `problem_type` of a model by the feature of its labels."""
+    if isinstance(feature, dict):
+        return "regression"
+    return "multi_label_classification" if hasattr(feature, "feature") else "single_label_classification"
+
+
+def label_names(feature: Any) -> list[str]:
+    """Return the names of the classes, labels or numbers."""
+    return list(feature) if isinstance(feature, dict) else getattr(feature, "feature", feature).names
+
+
+def describe(feature: Any) -> str:
+    """Return in a few words what is learnt."""
+    names = label_names(feature)
+    if isinstance(feature, dict):
+        return f"numbers for each image ({', '.join(names)})"
+    return f"any of {len(names)} labels for each image" if hasattr(feature, "feature") else f"{len(names)} classes"
+
+
+def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
+    """Return labels as the targets of a model; see the top of this module."""
+    if isinstance(feature, dict):
+        return np.array([[label[name] for name in feature] for label in labels], np.float32).reshape(-1, len(feature))
+    if not hasattr(feature, "feature"):
+        return np.array(labels, np.int64)
+    targets = np.zeros((len(labels), len(feature.feature.names)), np.int8)
+    for target, ids in zip(targets, labels, strict=True):
+        target[ids] = 1
+    return targets
+
+
+def targets_of(rows: Dataset) -> NDArray[Any]:
+    """Return the targets of all rows of a split."""
+    return to_array(rows.features["label"], rows["label"][:])
+
+
+def class_counts(rows: Dataset) -> NDArray[np.int64]:
+    """Return how many images each class or label has."""
+    targets, number = targets_of(rows), len(label_names(rows.features["label"]))
+    return targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=number)
+
+
+def imbalance(rows: Dataset) -> str | None:
+    """Return what to try if the rarest of single classes has less than a tenth of the images of the commonest."""
+    feature, counts = rows.features["label"], class_counts(rows)
+    rarest, commonest = int(counts.argmin()), int(counts.argmax())
+    if not isinstance(feature, ClassLabel) or counts[rarest] * 10 >= counts[commonest]:
+        return None
+    (rare, few), (common, many) = ((feature.names[place], counts[place]) for place in (rarest, commonest))
+    return (
+        f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
+        "--balanced_sampling true, and compare the balanced accuracy."
+    )
+
+
+def is_missing(label: Any) -> bool:
+    """Return whether a row has no label."""
+    if isinstance(label, dict):
+        return any(value is None or math.isnan(value) for value in label.values())
+    return label is None or (None in label if isinstance(label, list) else label < 0)
+
+
+def is_valid(feature: Any, label: Any) -> bool:
+    """Return whether a label is a known class, a list of such, or finite numbers."""
+    if isinstance(label, dict):
+        return all(value is not None and math.isfinite(value) for value in label.values())
+    ids, number = label if isinstance(label, list) else [label], len(label_names(feature))
+    return all(id is not None and 0 <= id < number for id in ids)
+
+
+def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any:
+    """Replace columns of labels by one column `label` of the types above, which the training rows choose.
+
+    Raises:
+        UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
+    """
+    features = [source[train].features[name] for name in columns]
+    first = getattr(features[0], "feature", features[0])
+    if len(columns) == 1 and isinstance(first, ClassLabel):
+        return source if columns == ["label"] else source.rename_column(columns[0], "label")
+    if not isinstance(source, DatasetDict):
+        raise UserError(
+            f"{data}: to stream, the column {columns[0]!r} must be of the type ClassLabel, which names the classes; "
+            f"it is {features[0]}. Leave --streaming out."
+        )
+    table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
+    is_list = len(columns) > 1 or hasattr(features[0], "feature")
+    lists: dict[str, list[Any]]
+    if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
+        lists = {split: [None if None in row else [*compress(columns, row)] for row in rows]
+                 for split, rows in table.items()}  # fmt: skip
+        feature, labels = _number_names(data, train, lists, columns)
+    elif len(columns) == 1 and _holds(first, "string", "int", "bool"):
+        lists = {split: [row[0] if is_list else row for row in rows] for split, rows in table.items()}
+        feature, labels = _number_names(data, train, lists)
+    elif any(_holds(one, "float") for one in features) and all(_holds(one, "float", "int") for one in features):
+        feature = {name: Value("float64") for name in columns}
+        labels = {split: [dict(zip(columns, row, strict=True)) for row in rows] for split, rows in table.items()}
+    else:
+        held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
+        raise UserError(
+            f"{data}: a label must be a name, a whole number, true or false, a list of these, or a decimal number. "
+            f"Several columns must all hold 0 and 1, or decimal numbers. But {held}. Correct mixed types, or choose "
+            "with --label_column."
+        )
+    if not is_list and not isinstance(feature, dict):
+        feature, labels = feature.feature, {split: [row[0] for row in rows] for split, rows in labels.items()}
+    return DatasetDict({
+        split: rows.remove_columns(columns).add_column("label", labels[split], feature=feature)
+        for split, rows in source.items()
+    })  # fmt: skip
+
+
+def _number_names(
+    data: str, train: str, lists: dict[str, list[Any]], names: list[Any] | None = None
+) -> tuple[Any, dict[str, list[Any]]]:
+    """Return the feature of lists of names, by default those of the training rows, and the lists of their numbers."""
+    used = {split: {*chain(*(row or () for row in rows))} - {None} for split, rows in lists.items()}
+    names = names or sorted(used[train])
+    if unseen := {*names}.union(*used.values()) - used[train]:
+        raise UserError(
+            f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
+        )
+    decimals = [name for name in names if re.fullmatch(r"[+-]?\d*\.\d+", str(name))]
+    if decimals and (words := [name for name in names if not re.fullmatch(r"[+-]?[\d.]+", str(name))]):
+        raise UserError(
+            f"{data}: labels must be numbers or names, but {decimals[0]!r} and {words[0]!r} are mixed types. Correct "
+            "or delete these rows."
+        )
+    if any(len({*row}) < len(row) for row in lists[train] if row):
+        raise UserError(
+            f"{data}: a list of labels must name each once. For zeros and ones, use a column for each label instead."
+        )
+    ids = {name: number for number, name in enumerate(names)}
+    numbers = {split: [row and [ids.get(name) for name in row] for row in rows] for split, rows in lists.items()}
+    return List(ClassLabel(names=list(map(str, names)))), numbers
+
+
+def _holds(feature: Any, *kinds: str) -> bool:
+    return isinstance(feature, Value) and any(kind in feature.dtype for kind in kinds)

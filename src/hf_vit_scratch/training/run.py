@@ -1,0 +1,54 @@
+"""A training run from its command line to its report: an image classifier, or without labels an encoder.
+
+    vit-scratch train                                   the digits of scikit-learn, no network needed
+    vit-scratch train cifar10_cpu --learning_rate 1e-3  a recipe, and a flag that overrides it
+
+Every flag is a field of a dataclass of `arguments.py` or of transformers' `TrainingArguments`.
+"""
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from ..evaluation.report import report_on_test_split
+from . import sanity_check, steps
+from .arguments import Arguments
+from .recipe import Recipe, parse_recipe
+from .run_directory import lock_run_directory, resolve_checkpoint, without_resuming
+
+
+def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, Any]:
+    """Train as the command line says; return the metrics of the test split. `program` is what precedes the flags."""
+    args, recipe = parse_recipe(argv, program)
+    training_args = args.training
+    logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
+    disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
+    command = f"{program} {shlex.join(without_resuming(argv))}".rstrip()
+    with lock_run_directory(training_args):
+        return run(args, recipe, resolve_checkpoint(training_args, recipe), command)
+
+
+def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
+    """Train in a folder that no other run uses."""
+    training_args = args.training
+    steps.check_and_seed(args)
+    splits = steps.load_data(args)
+    config, start = steps.make_choices(args, recipe, splits)
+    image_processor = steps.build_image_processor(config, start)
+    model = steps.build_model(args, config, start)
+    trainer, test_dataset = steps.build_trainer(args, splits, model, image_processor)
+
+    if training_args.data_report:
+        return {"bound": sanity_check.data_report(trainer)}
+    if training_args.check:
+        return {"check": sanity_check.check(trainer, splits)}
+
+    steps.train(trainer, recipe, checkpoint, command)
+    metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)
+    steps.push(trainer)
+    trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
+    return metrics

@@ -1,0 +1,338 @@
+"""Tables of image paths and labels, and what the labels make of a run."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, List
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from hf_vit_scratch.data.splits import load_splits
+from hf_vit_scratch.data.targets import describe, label_names, problem_type, targets_of
+from hf_vit_scratch.errors import UserError
+
+NAMES = [f"{kind}/{number:02}.png" for kind in ("cat", "dog") for number in range(10)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twenty images in two class folders, which differ in their brightness."""
+    root = tmp_path / "photos"
+    for shade, name in enumerate(NAMES):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), 10 * shade).save(root / name)
+    return root
+
+
+def write_table(path, names=NAMES, **columns):
+    """Write a table of image paths and labels in the format that its suffix names."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows = [{"file_name": name, **row} for name, row in zip(names, rows, strict=True)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Tables
+
+
+@pytest.mark.parametrize(
+    "name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv", "labels.parquet"]
+)
+def test_table_gives_the_splits_of_class_folders_whatever_the_order_of_its_lines(folder, name):
+    from_folders = load_splits(str(folder))
+    order = np.random.permutation(20)
+    names = [NAMES[place] for place in order]
+    table = write_table(folder / name, names, label=[name[:3] for name in names])
+
+    splits = load_splits(str(folder if name.startswith("metadata") else table))
+
+    assert splits["train"].features == from_folders["train"].features
+    images = {name: [image.filename for image in rows["image"]] for name, rows in splits.items()}
+    assert images == {name: [image.filename for image in rows["image"]] for name, rows in from_folders.items()}
+    assert {name: rows["label"][:] for name, rows in splits.items()} == {
+        name: rows["label"][:] for name, rows in from_folders.items()
+    }
+
+
+@pytest.mark.parametrize("place", ["in the folder", "in its split folders"])
+def test_rows_belong_to_the_split_whose_folder_holds_their_image(tmp_path, place):
+    for split, count in (("train", 8), ("val", 2), ("test", 4)):
+        (tmp_path / split).mkdir()
+        for number in range(count):
+            Image.new("L", (4, 4), number).save(tmp_path / split / f"{number}.png")
+    counts = {"train": 8, "val": 2, "test": 4}
+    if place == "in the folder":
+        names = [f"{split}/{number}.png" for split, count in counts.items() for number in range(count)]
+        write_table(tmp_path / "metadata.csv", names, label=["a", "b"] * 7)
+    else:
+        for split, count in counts.items():
+            names = [f"{number}.png" for number in range(count)]
+            write_table(tmp_path / split / "metadata.csv", names, label=["a", "b"] * (count // 2))
+
+    splits = load_splits(str(tmp_path))
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 2, "test": 4}
+
+
+def test_column_of_paths_is_found_by_its_values(folder):
+    write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
+    text = (folder / "labels.csv").read_text().replace("file_name", "picture")
+    (folder / "labels.csv").write_text(text)
+
+    assert len(load_splits(str(folder / "labels.csv"))["train"]) == 16
+
+
+def test_class_called_none_stays_a_class(folder):
+    table = write_table(folder / "labels.csv", label=["None" if name[:3] == "cat" else "NA" for name in NAMES])
+
+    assert load_splits(str(table))["train"].features["label"].names == ["NA", "None"]
+
+
+def test_missing_files_are_skipped_where_asked(folder):
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
+    (folder / NAMES[3]).unlink()
+
+    assert sum(map(len, load_splits(str(table), corrupt_images="skip").values())) == 19
+
+
+def test_images_without_labels_are_taken_from_the_folder_although_it_has_a_table(folder):
+    write_table(folder / "metadata.csv", NAMES[:4], label=["a", "b", "a", "b"])
+
+    assert sum(map(len, load_splits(str(folder), labelled=False).values())) == 20
+
+
+# Kinds of labels
+
+
+def label_rows(folder, **columns):
+    """Return the rows of a table that are left to train on, with the columns as its labels."""
+    table = write_table(folder / "labels.jsonl", **columns)
+    return load_splits(str(table), label_column=list(columns))["train"]
+
+
+def test_lists_are_several_labels_per_image(folder):
+    rows = label_rows(folder, tags=[["b"], ["a", "b"], [], ["c"]] * 5)
+
+    feature = rows.features["label"]
+    assert problem_type(feature) == "multi_label_classification"
+    assert label_names(feature) == ["a", "b", "c"]
+    assert describe(feature) == "any of 3 labels for each image"
+    numbers = [image.getpixel((0, 0)) // 10 for image in rows["image"]]
+    expected = np.array([[0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]])[np.array(numbers) % 4]
+    np.testing.assert_array_equal(targets_of(rows), expected)
+
+
+@pytest.mark.parametrize("kind", [int, bool])
+def test_columns_of_zeros_and_ones_are_several_labels_per_image(folder, kind):
+    rows = label_rows(folder, small=[kind(1), kind(0)] * 10, grey=[kind(0)] * 10 + [kind(1)] * 10)
+
+    assert problem_type(rows.features["label"]) == "multi_label_classification"
+    assert label_names(rows.features["label"]) == ["small", "grey"]
+    numbers = np.array([image.getpixel((0, 0)) // 10 for image in rows["image"]])
+    np.testing.assert_array_equal(targets_of(rows), np.stack((numbers % 2 == 0, numbers >= 10), axis=1))
+
+
+def test_lists_of_named_classes_in_parquet_are_several_labels_per_image(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "labels": List(ClassLabel(names=["a", "b", "c"]))})
+    columns = {"image": photographs * 5, "labels": [[0, 2], [1]] * 5}
+    Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "train.parquet")
+
+    rows = load_splits(str(tmp_path))["train"]
+
+    assert label_names(rows.features["label"]) == ["a", "b", "c"]
+    assert {tuple(row) for row in targets_of(rows).tolist()} == {(1, 0, 1), (0, 1, 0)}
+
+
+def test_decimal_numbers_are_regression(folder):
+    rows = label_rows(folder, angle=[number / 2 for number in range(20)])
+
+    assert problem_type(rows.features["label"]) == "regression"
+    assert describe(rows.features["label"]) == "numbers for each image (angle)"
+    shades = [image.getpixel((0, 0)) for image in rows["image"]]
+    np.testing.assert_array_equal(targets_of(rows), np.array(shades)[:, None] / 20)
+    assert targets_of(rows).dtype == np.float32
+
+
+def test_several_columns_of_numbers_are_several_outputs(folder):
+    rows = label_rows(folder, angle=[number / 2 for number in range(20)], size=list(range(20)))
+
+    assert label_names(rows.features["label"]) == ["angle", "size"]
+    np.testing.assert_array_equal(targets_of(rows)[:, 1], 2 * targets_of(rows)[:, 0])
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [["x", "y"], [1, 0], [True, False]],
+    ids=["strings", "integers", "booleans"],
+)
+def test_names_whole_numbers_and_booleans_are_classes(folder, labels):
+    rows = label_rows(folder, label=labels * 10)
+
+    assert problem_type(rows.features["label"]) == "single_label_classification"
+    assert label_names(rows.features["label"]) == sorted(map(str, labels))
+    assert sorted(np.bincount(targets_of(rows))) == [8, 8]
+
+
+# What cannot be used
+
+
+def refused(folder, match, names=NAMES, suffix=".csv", label_column=None, **columns):
+    table = write_table(folder / f"labels{suffix}", names, **columns)
+    with pytest.raises(UserError, match=match) as error:
+        load_splits(str(table), label_column=label_column)
+    assert "\n" not in str(error.value)
+
+
+LABELS = ["cat", "dog"] * 10
+
+
+def test_files_that_are_missing_are_counted(folder):
+    (folder / NAMES[3]).unlink()
+    refused(folder, r"labels\.csv: 1 of its 20 image files are missing; the first is .*cat/03\.png", label=LABELS)
+
+
+def test_row_without_a_path_is_named(folder):
+    refused(folder, r"1 of its 20 image files are missing; .*None", [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
+
+
+def test_image_with_two_rows_is_refused(folder):
+    names = [*NAMES[:-1], "./cat/00.png"]
+    refused(folder, r"cat/00\.png has two rows, but an image must have one\. Give several labels", names, label=LABELS)
+
+
+@pytest.mark.parametrize("how", ["dots", "absolute", "link"])
+def test_path_that_leads_out_of_the_folder_is_refused_unless_asked(folder, how):
+    secret = folder.parent / "secret.png"
+    Image.new("L", (4, 4)).save(secret)
+    (folder / "link.png").symlink_to(secret)
+    name = {"dots": "cat/../../secret.png", "absolute": str(secret), "link": "link.png"}[how]
+    names = [*NAMES[:-1], name]
+
+    refused(folder, r"(lies|secret\.png,) outside of .*photos\. .*--follow_links true", names, label=LABELS)
+    splits = load_splits(str(folder / "labels.csv"), follow_links=True)
+    assert sum(map(len, splits.values())) == 20
+
+
+@pytest.mark.parametrize(
+    ("label_column", "message"),
+    [
+        (["breed"], r"there is no label column 'breed', only \['file_name', 'kind'\]\. Choose with --label_column"),
+        (["kind", "breed"], r"there is no label column 'breed'"),
+        (None, r"there must be one column of labels, found \[\] among \['file_name', 'kind'\]"),
+    ],
+)
+def test_unknown_column_is_named(folder, label_column, message):
+    refused(folder, message, label_column=label_column, kind=LABELS)
+
+
+def test_table_without_paths_is_refused(folder):
+    (folder / "labels.csv").write_text("image,label\na,cat\nb,dog\n")
+
+    with pytest.raises(UserError, match=r"one column of images, found \[\] among \['image', 'label'\]"):
+        load_splits(str(folder / "labels.csv"))
+
+
+def test_numbers_mixed_with_words_are_refused(folder):
+    labels = ["0.5"] * 10 + ["n/a"] * 10
+    refused(folder, r"labels must be numbers or names, but '0\.5' and 'n/a' are mixed types", label=labels)
+
+
+@pytest.mark.parametrize("labels", [[1, "cat"] * 10, [["cat"], "cat"] * 10], ids=["numbers", "lists"])
+def test_labels_of_several_types_are_refused(folder, labels):
+    refused(
+        folder, r"a label must be a name, .*'label' holds Json.*Correct mixed types", suffix=".jsonl", label=labels
+    )
+
+
+def test_characters_and_digits_are_classes(folder):
+    table = write_table(folder / "labels.csv", label=["7", "B"] * 10)
+
+    assert load_splits(str(table))["train"].features["label"].names == ["7", "B"]
+
+
+def test_columns_that_are_neither_zeros_and_ones_nor_decimal_are_refused(folder):
+    message = r"Several columns must all hold 0 and 1, or decimal numbers\. But .*'b' holds Value\('string'\)"
+    columns = {"a": [0, 1] * 10, "b": ["x", "y"] * 10}
+    refused(folder, message, suffix=".jsonl", label_column=["a", "b"], **columns)
+    refused(folder, r"'b' holds Value\('int64'\)", label_column=["a", "b"], a=[0, 1] * 10, b=[1, 2] * 10)
+
+
+def test_label_that_no_training_image_has_is_refused(folder):
+    columns = {"a": [0, 1] * 10, "b": [0] * 20}
+    refused(
+        folder,
+        r"no image of train has the label 'b'\. Add such images, or leave it out",
+        label_column=["a", "b"],
+        **columns,
+    )
+
+
+def test_class_that_no_training_image_has_is_refused(tmp_path):
+    for split, labels in (("train", ["a", "b"]), ("test", ["a", "c"])):
+        for number in range(2):
+            (tmp_path / split).mkdir(exist_ok=True)
+            Image.new("L", (4, 4)).save(tmp_path / split / f"{number}.png")
+        write_table(tmp_path / split / "metadata.csv", ["0.png", "1.png"], label=labels)
+
+    with pytest.raises(UserError, match=r"no image of train has the label 'c'\. Add such images"):
+        load_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("labels", [[0.5, None] * 10, [["a"], None] * 10], ids=["numbers", "lists"])
+def test_rows_without_a_label_are_refused(folder, labels):
+    refused(folder, r"the split 'train' has rows without a label", suffix=".jsonl", label=labels)
+
+
+def test_number_that_is_not_finite_is_named(folder):
+    refused(folder, r"1 rows of train have a label that is no finite number; the first is row 4", label=[
+        "inf" if number == 4 else f"{number}.5" for number in range(20)
+    ])  # fmt: skip
+
+
+def test_list_that_names_a_label_twice_is_refused(folder):
+    message = r"a list of labels must name each once\. For zeros and ones, use a column"
+    refused(folder, message, suffix=".jsonl", label=[["a", "b"], ["a", "a"]] * 10)
+
+
+def test_image_of_two_tables_is_refused(folder):
+    write_table(folder / "metadata.csv", label=LABELS)
+    write_table(folder / "metadata.jsonl", label=LABELS)
+
+    with pytest.raises(UserError, match=r"metadata\.jsonl lists images of train, and so does another metadata file"):
+        load_splits(str(folder))
+
+
+def test_table_that_cannot_be_read_is_named(folder):
+    (folder / "labels.jsonl").write_text("no table\n")
+
+    with pytest.raises(UserError, match=r"labels\.jsonl cannot be read as a table with one type in each column: "):
+        load_splits(str(folder / "labels.jsonl"))
+
+
+def test_table_without_rows_is_refused(folder):
+    (folder / "labels.csv").write_text("file_name,label\n")
+
+    with pytest.raises(UserError, match=r"labels\.csv cannot be read as a table"):
+        load_splits(str(folder / "labels.csv"))
+
+
+def test_table_of_a_folder_is_named(folder):
+    (folder / "metadata.csv").write_text("id,age\n1,2\n")
+
+    with pytest.raises(UserError, match=r"metadata\.csv: there must be one column of images"):
+        load_splits(str(folder))
+
+
+def test_tables_are_not_streamed(folder):
+    table = write_table(folder / "labels.csv", label=LABELS)
+
+    with pytest.raises(UserError, match=r"only datasets on the Hub and parquet files can be streamed"):
+        load_splits(str(table), streaming=True)

@@ -1,0 +1,83 @@
+"""The command line that writes a vector for each image."""
+
+import re
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from helpers import TINY, randomize_
+from PIL import Image
+from transformers import ViTImageProcessor, pipeline
+
+import vit_scratch
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model with random weights, and returns its folder."""
+
+    def save(model_class=ViTScratchForImageClassification, **fields):
+        randomize_(model_class(ViTScratchConfig(**TINY | fields)), 0.2).save_pretrained(tmp_path / "model")
+        ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True).save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return save
+
+
+@pytest.fixture
+def photos(tmp_path, photographs):
+    """A folder of three images and a broken one, which comes second."""
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    photographs[0].crop((0, 0, 90, 60)).save(folder / "a.png")
+    (folder / "b.png").write_bytes(b"no image")
+    photographs[1].convert("L").save(folder / "c.jpg")
+    photographs[1].crop((100, 0, 200, 60)).save(folder / "more" / "d.png")
+    return folder
+
+
+def read(path):
+    """The names and vectors of a file."""
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return arrays["image"].tolist(), arrays["embedding"]
+    table = pyarrow.parquet.read_table(path).to_pydict()
+    return table["image"], np.array(table["embedding"])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
+@pytest.mark.parametrize(
+    ("model_class", "fields"),
+    [(ViTScratchForImageClassification, {}), (ViTScratchForMaskedImageModeling, {"pooling": "mean"})],
+    ids=["classifier", "encoder"],
+)
+def test_vectors_are_those_of_the_pipeline(model_class, fields, suffix, saved, photos, tmp_path, capsys):
+    model, output = saved(model_class, **fields), tmp_path / "new" / f"vectors{suffix}"
+
+    code = vit_scratch.main(["embed", model, str(photos), "--output", str(output), "--batch_size", "2"])
+
+    names, vectors = read(output)
+    extract = pipeline("image-feature-extraction", model=model, device="cpu", pool=True)
+    assert names == [str(photos / name) for name in ("a.png", "c.jpg", "more/d.png")]
+    for name, vector in zip(names, vectors, strict=True):
+        with Image.open(name) as image:
+            assert vector.tolist() == pytest.approx(extract(image)[0], abs=1e-5)
+    assert code == 1
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert re.match(r"vit-scratch embed: .*b\.png cannot be decoded as an image", first)
+    assert second == "vit-scratch embed: 1 of 4 images cannot be decoded"
+
+
+def test_another_format_is_refused_before_anything_is_computed(saved, photos, tmp_path, capsys):
+    assert vit_scratch.main(["embed", "no_model", str(photos), "--output", str(tmp_path / "vectors.csv")]) == 2
+    assert capsys.readouterr().err == (
+        f"vit-scratch embed: error: --output must end in .parquet or .npz, got {tmp_path}/vectors.csv.\n"
+    )
+
+
+def test_folder_without_an_encoder_is_refused(tmp_path, photos, capsys):
+    (tmp_path / "empty").mkdir()
+    command = ["embed", str(tmp_path / "empty"), str(photos), "--output", str(tmp_path / "vectors.npz")]
+    assert vit_scratch.main(command) == 2
+    assert "empty cannot be loaded as an image encoder" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""`vit-scratch evaluate`: a saved run on other labelled images."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as ImageFeature
+from PIL import Image
+from test_train_script import SMALL, train
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+import vit_scratch
+from hf_vit_scratch.data.splits import load_digits
+
+SAME = ("test_accuracy", "test_top5_accuracy", "test_loss", "per_class", "confusion_matrix", "calibration", "labels")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run on the digits: its folder and report."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    short = ["--max_steps", "40", "--learning_rate", "4e-3", "--eval_strategy", "no", "--save_steps", "40"]
+    train.main([*SMALL, *short, "--output_dir", str(folder)])
+    return folder, json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.fixture
+def evaluate(run, tmp_path):
+    """Evaluates the run into a new folder, and returns the report."""
+
+    def evaluate(*arguments, model=run[0]):
+        assert vit_scratch.main(["evaluate", str(model), "--output_dir", str(tmp_path / "out"), *arguments]) == 0
+        return json.loads((tmp_path / "out" / "metrics.json").read_text())
+
+    return evaluate
+
+
+@pytest.fixture
+def refused(run, tmp_path, capsys):
+    """Returns the one line by which a command is refused."""
+
+    def refused(*arguments, model=run[0]):
+        assert vit_scratch.main(["evaluate", str(model), "--output_dir", str(tmp_path / "out"), *arguments]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("vit-scratch evaluate: error: ")
+
+    return refused
+
+
+def write_folders(folder, classes, rows=None):
+    """Write the test digits of some classes as class folders."""
+    for number, row in enumerate(rows or load_digits()["test"]):
+        if (name := str(row["label"])) in classes:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            row["image"].save(folder / name / f"{number}.png")
+    return str(folder)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--data", "digits", "--split", "test"]])
+def test_report_of_the_runs_own_test_split_is_that_of_the_run(arguments, run, evaluate, tmp_path):
+    report = evaluate(*arguments)
+
+    assert {name: report[name] for name in SAME} == {name: run[1][name] for name in SAME}
+    assert report["command"].startswith(f"vit-scratch evaluate {run[0]}")
+    assert "epoch" not in report
+    for name in ("confusion_matrix", "reliability", "mistakes"):
+        Image.open(tmp_path / "out" / f"{name}.png").verify()
+
+
+def test_checkpoint_is_evaluated_as_its_run(run, evaluate):
+    report = evaluate(model=run[0] / "last")
+    assert {name: report[name] for name in SAME} == {name: run[1][name] for name in SAME}
+
+
+def test_splits_that_were_cut_are_cut_again(class_folders, tmp_path):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
+                      "save_strategy: no, load_best_model_at_end: false, test_fraction: 0.3}")  # fmt: skip
+    folder, out = tmp_path / "run", tmp_path / "out"
+    train.main([str(recipe), *SMALL, "--data", str(class_folders), "--output_dir", str(folder), "--seed", "5"])
+    command = ["evaluate", str(folder), "--data", f"{class_folders}/", "--output_dir"]
+
+    assert vit_scratch.main([*command, str(out)]) == 0
+    expected = json.loads((folder / "metrics.json").read_text())
+    assert json.loads((out / "metrics.json").read_text())["test_loss"] == expected["test_loss"]
+    assert (out / "_mistakes.png").exists()  # images of a folder are private
+    assert vit_scratch.main([*command, str(tmp_path / "val"), "--split", "val"]) == 0
+    matrix = json.loads((tmp_path / "val" / "metrics.json").read_text())["confusion_matrix"]
+    assert np.sum(matrix) == 2
+
+
+def test_run_whose_images_have_changed_is_refused(class_folders, tmp_path, capsys):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
+                      "save_strategy: no, load_best_model_at_end: false}")  # fmt: skip
+    folder = tmp_path / "run"
+    train.main([str(recipe), *SMALL, "--data", str(class_folders), "--output_dir", str(folder)])
+    (class_folders / "temple" / "00.jpg").unlink()
+
+    assert vit_scratch.main(["evaluate", str(folder), "--output_dir", str(tmp_path / "out")]) == 2
+    assert "training images could come into the test split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("classes", ["37", "3"])
+def test_class_folders_are_evaluated_whole_and_matched_by_name(classes, run, evaluate, tmp_path):
+    report = evaluate("--data", write_folders(tmp_path / "some", classes))
+
+    matrix = np.array(run[1]["confusion_matrix"])
+    ids = [int(name) for name in classes]
+    assert report["labels"] == run[1]["labels"]
+    assert np.array_equal(np.array(report["confusion_matrix"])[ids], matrix[ids])
+    assert report["test_accuracy"] == pytest.approx(matrix[ids, ids].sum() / matrix[ids].sum())
+
+
+def test_classes_in_another_order_are_matched_by_name(run, evaluate, tmp_path):
+    digits = load_digits()["test"]
+    names = [*"9876543210", "never used"]
+    rows = {"picture": digits["image"][:], "digit": [9 - label for label in digits["label"]]}
+    features = Features({"picture": ImageFeature(), "digit": ClassLabel(names=names)})
+    Dataset.from_dict(rows, features).to_parquet(tmp_path / "reversed.parquet")
+
+    report = evaluate("--data", str(tmp_path / "reversed.parquet"))
+
+    assert report["confusion_matrix"] == run[1]["confusion_matrix"]
+    assert report["test_accuracy"] == run[1]["test_accuracy"]
+
+
+def test_split_of_other_data_is_chosen_by_its_name(run, evaluate, refused, tmp_path):
+    for split, classes in (("train", "0123456789"), ("test", "12"), ("valid", "3")):
+        write_folders(tmp_path / "more" / split, classes)
+    data = ["--data", str(tmp_path / "more")]
+
+    assert refused(*data, "--split", "dev2").startswith(f"{tmp_path}/more: there is no split 'dev2', only ['train', ")
+    matrix = np.array(evaluate(*data, "--split", "val")["confusion_matrix"])
+    assert set(np.flatnonzero(matrix.sum(axis=1))) == {3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--split", "dev2"], r"there is no split 'dev2', only \['train', 'validation', 'test'\]"),
+        (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
+        (["--data", "nowhere/at_all"], r"nowhere/at_all: the data cannot be loaded .* is the Hub within reach\?"),
+    ],
+)
+def test_impossible_argument_is_refused(arguments, message, refused):
+    assert re.search(message, refused(*arguments))
+
+
+def test_unknown_class_is_named(refused, tmp_path):
+    write_folders(tmp_path / "some", "37")
+    (tmp_path / "some" / "7").rename(tmp_path / "some" / "horse")
+    assert refused("--data", str(tmp_path / "some")) == (
+        f"{tmp_path}/some: the classes must be among those of the model, ['0', '1', '2', '3', '4', '5', '6', '7', "
+        "'8', '9'], got ['horse']. Rename or remove them."
+    )
+
+
+def test_report_overwrites_nothing(run, evaluate, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.json").write_text("{}")
+    with pytest.raises(AssertionError, match="assert 2 == 0"):
+        evaluate()
+    assert (tmp_path / "out" / "metrics.json").read_text() == "{}"
+    assert "out is not empty. Choose another --output_dir" in capsys.readouterr().err
+
+
+def test_model_without_a_run_needs_data(run, refused, tmp_path):
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / name).symlink_to(run[0] / name)
+    assert re.search(r"model holds no _run\.json, .* Give --data\.$", refused(model=tmp_path / "model"))
+
+
+def test_model_of_another_library_is_refused(refused, tmp_path):
+    ViTForImageClassification(
+        ViTConfig(image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    ).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "vit")
+    message = refused("--data", "digits", model=tmp_path / "vit")
+    assert message.endswith("got ViTForImageClassification. Convert it with `vit-scratch convert`.")
