@@ -157,7 +157,6 @@ def model_config(
         raise UserError(f"--model {model} does not fit: {listed}. Leave that to the saved model.")
     given["id2label"] = dict(enumerate(label_names))
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
-    given["problem_type"] = None  # a saved one belongs to the saved labels
     try:
         if start is not None:
             config = ViTScratchConfig.from_dict(start.to_dict(), **given)
