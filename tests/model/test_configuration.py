@@ -54,6 +54,11 @@ def test_default_encoder_is_bert_style():
         ({"position_embedding_type": "rope2d", "hidden_size": 36, "num_attention_heads": 6}, r"36 / 6 = 6"),
         ({"use_cls_token": False}, r"use_cls_token=False needs pooling='mean'"),
         ({"fc_norm": True}, r"fc_norm=True needs norm_first=True"),
+        ({"label_mean": 0.5}, r"label_mean must be a list of finite numbers, got 0\.5"),
+        (
+            {"label_scale": [1.0, 0.0]},
+            r"label_scale must be a list of positive and finite numbers, got \[1\.0, 0\.0\]",
+        ),
         ({"encoder_stride": 8}, r"encoder_stride must be None or equal patch_size \(16\), got 8"),
     ],
 )

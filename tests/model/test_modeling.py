@@ -671,7 +671,7 @@ def test_regression_answers_in_the_units_of_the_labels_and_learns_them_standardi
     mean, std = [1990.0, 0.0, -1.0, 3e5, 0.5], [10.0, 1.0, 1e-3, 1e5, 2.0]
     model = tiny_model(ViTScratchForImageClassification, problem_type="regression").to(dtype)
     standardized = model(pixel_values).logits
-    model.config.label_mean, model.config.label_std = mean, std
+    model.config.label_mean, model.config.label_scale = mean, std
     labels = torch.randn(len(pixel_values), 5).double() * torch.tensor(std) + torch.tensor(mean)
 
     outputs = model(pixel_values, labels=labels)

@@ -22,7 +22,7 @@ PRE_LN: dict[str, Sequence[Any]] = {
     "position_embedding_type": ("learned", "sincos2d"),  # one table of positions, a parameter elsewhere
     "qk_norm": (False,),
     "is_causal": (False,),
-    "label_std": (None,),
+    "label_scale": (None,),
 }
 
 

@@ -77,8 +77,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         classifier_hidden_size: Width of a hidden layer before the classifier; `None` for one linear layer.
         classifier_act: Activation of that hidden layer.
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
-        label_mean: Mean of each number in the training images of a regression, with `label_std`.
-        label_std: Standard deviation of each there. The classifier learns `(label - mean) / std`, and the model
+        label_mean: Mean of each number in the training images of a regression, with `label_scale`.
+        label_scale: Standard deviation of each there. The classifier learns `(label - mean) / scale`, and the model
             answers in the labels' own units.
         encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
             encoder keeps its grid, so that is the patch size: `None`, or the same number.
@@ -124,7 +124,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     classifier_act: str = "gelu"
     is_causal: bool = False
     label_mean: list[float] | None = None
-    label_std: list[float] | None = None
+    label_scale: list[float] | None = None
     encoder_stride: int | list[int] | tuple[int, int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -312,8 +312,13 @@ COUNT, DEPTH, NUM_LABELS = _integer(1, MAX_SIZE), _integer(1, MAX_LAYERS), _inte
 SIZE = Rule(_is_size, f"an integer or a [height, width] pair of integers, from 1 to {MAX_SIZE} pixels")
 POSITIVE = _number(lambda number: 0 < number < math.inf, "a positive and finite number")
 PROBABILITY = _number(lambda number: 0 <= number < 1, "a number of at least 0 and below 1")
-NUMBERS = Rule(lambda value: all(map(math.isfinite, value)), "a list of finite numbers")
-POSITIVES = Rule(lambda value: all(map(POSITIVE.holds, value)), "a list of positive and finite numbers")
+NUMBERS = Rule(
+    lambda value: isinstance(value, list) and all(map(_number(math.isfinite, "").holds, value)),
+    "a list of finite numbers",
+)
+POSITIVES = Rule(
+    lambda value: isinstance(value, list) and all(map(POSITIVE.holds, value)), "a list of positive and finite numbers"
+)
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
 RULES: dict[str, Rule] = {
@@ -326,7 +331,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"), FLAG),
     **dict.fromkeys(("hidden_act", "classifier_act"), _one_of(tuple(ACT2FN))),
     "label_mean": NUMBERS,
-    "label_std": POSITIVES,
+    "label_scale": POSITIVES,
     "position_embedding_type": _one_of(POSITION_EMBEDDING_TYPES),
     "pooling": _one_of(POOLINGS),
     "problem_type": _one_of(PROBLEM_TYPES),

@@ -545,9 +545,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
-        if self.config.label_std is not None:
+        if self.config.label_scale is not None:
             wide = torch.promote_types(logits.dtype, torch.float32)  # half precision is too coarse for 1990
-            std, mean = logits.new_tensor([self.config.label_std, self.config.label_mean], dtype=wide)
+            std, mean = logits.new_tensor([self.config.label_scale, self.config.label_mean], dtype=wide)
             logits = logits * std + mean
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -566,8 +566,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
                 f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
-        if self.config.label_std is not None:
-            labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_std)
+        if self.config.label_scale is not None:
+            labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_scale)
         return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
 
 

@@ -160,7 +160,7 @@ def _images_per_second(
     device, batch_size = training.device, training.train_batch_size
     with torch.random.fork_rng():
         config = copy.deepcopy(config)
-        config.problem_type = config.label_std = None  # any loss takes as long
+        config.problem_type = config.label_scale = None  # any loss takes as long
         model = ViTScratchForImageClassification(config).train()
         model.to(device)
         freeze(model, training.freeze_layers)

@@ -131,7 +131,7 @@ def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: 
     kind, data = problem_type(feature), args.data.data
     single = kind == "single_label_classification"
     config.problem_type = None if single else kind
-    config.label_mean = config.label_std = None
+    config.label_mean = config.label_scale = None
     if "metric_for_best_model" not in recipe.settings and not single:
         training.metric_for_best_model = METRIC_NAMES[kind][0]
         recipe.add({"metric_for_best_model": METRIC_NAMES[kind][0]}, "images", describe(feature))
@@ -146,7 +146,7 @@ def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: 
     if kind == "regression":
         numbers = targets_of(rows).astype(np.float64)
         config.label_mean = numbers.mean(axis=0).tolist()
-        config.label_std = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
+        config.label_scale = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
         if recipe.values("flag").get("label_smoothing_factor"):
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
