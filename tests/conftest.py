@@ -1,6 +1,7 @@
 """Fixtures, and the settings that keep every test offline, on the CPU, and out of the user's own folders."""
 
 import os
+import signal
 import tempfile
 
 # Before torch and the Hugging Face libraries are imported, which read these once.
@@ -61,3 +62,9 @@ def class_folders(tmp_path, photographs):
             left, top = 40 * number, 20 * number
             photograph.crop((left, top, left + 96, top + 64)).save(root / name / f"{number:02}.jpg", quality=90)
     return root
+
+
+@pytest.fixture(autouse=True)
+def heed_ctrl_c():
+    """Set Python's own handler of Ctrl-C, which an earlier test or a shell in the background may have replaced."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

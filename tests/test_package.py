@@ -1,5 +1,6 @@
 import doctest
 import importlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -8,36 +9,75 @@ from pathlib import Path
 import pytest
 
 import hf_vit_scratch
+from hf_vit_scratch.data.splits import load_digits
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_wheel_builds_and_imports_elsewhere(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, and a folder into which it is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    subprocess.run([*build, "--wheel-dir", tmp_path, ROOT], check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*build, "--wheel-dir", folder, ROOT], check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target"]
-    subprocess.run([*install, tmp_path / "elsewhere", wheel], check=True, capture_output=True, timeout=120)
-    with zipfile.ZipFile(wheel) as archive:
+    subprocess.run([*install, folder / "installed", wheel], check=True, capture_output=True, timeout=120)
+    return wheel, folder / "installed"
+
+
+def test_wheel_holds_the_package_and_the_command_alone(wheel):
+    with zipfile.ZipFile(wheel[0]) as archive:
         names = archive.namelist()
-
-    code = "import hf_vit_scratch; print(hf_vit_scratch.__file__, hf_vit_scratch.ViTScratchConfig().grid_size)"
-    env_path = str(tmp_path / "elsewhere")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {env_path!r}); {code}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
     files = (
         "py.typed",
         "recipes/digits.yaml",
         "evaluation/model_card_template.md",
         "interpretation/explorer/page.css",
     )
-    assert {f"hf_vit_scratch/{name}" for name in files} <= set(names)
+    assert {f"hf_vit_scratch/{name}" for name in files} | {"vit_scratch.py"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests", "accelerate_configs", "train")) for name in names)
-    assert done.stdout.split(maxsplit=1) == [f"{env_path}/hf_vit_scratch/__init__.py", "(14, 14)\n"], done.stderr
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"hf_vit_scratch", "vit_scratch.py"}
+
+
+RUN_ALL = """
+import sys, hf_vit_scratch, vit_scratch
+assert hf_vit_scratch.__file__.startswith(sys.argv[1]), hf_vit_scratch.__file__
+for line in sys.argv[2:]:
+    print(f"+ vit-scratch {line}", file=sys.stderr)
+    assert vit_scratch.main(line.split()) == 0, line
+"""
+
+
+def test_installed_commands_work_without_a_checkout(wheel, tmp_path):
+    work, environment = tmp_path / "empty", os.environ | {"PYTHONPATH": str(wheel[1])}
+    work.mkdir()
+    command = wheel[1] / "bin" / "vit-scratch"
+    shown = subprocess.run([command, "--help"], cwd=work, env=environment, capture_output=True, text=True, timeout=120)
+    assert "\n  train " in shown.stdout, shown.stderr
+    load_digits()["test"][0]["image"].save(tmp_path / "digit.png")
+    short = "--max_steps 2 --eval_strategy no --save_strategy no --num_hidden_layers 2 --use_cpu true"
+    lines = [
+        f"train {short} --disable_tqdm true",
+        "recipes",
+        "evaluate runs/digits --output_dir report",
+        "predict runs/digits ../digit.png --output classes.csv --device cpu",
+        "embed runs/digits ../digit.png --output vectors.parquet --device cpu",
+        "explain runs/digits ../digit.png --output_dir pictures --device cpu",
+        "card runs/digits --output card.md",
+    ]
+
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, str(wheel[1]), *lines],
+        cwd=work, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    recipe = (work / "runs" / "digits" / "recipe.yaml").read_text()
+    assert recipe.startswith(f"# vit-scratch train {short}")
+    assert len((work / "classes.csv").read_text().splitlines()) == 2
+    assert {"report", "vectors.parquet", "pictures", "card.md"} <= {path.name for path in work.iterdir()}
 
 
 def test_package_can_be_reloaded():
