@@ -68,7 +68,8 @@ def make_card(
     dataset = source if reports[0]["data_is_on_the_hub"] else None
     description = data or dataset or ("the digits of scikit-learn" if source == "digits" else "a folder of images")
     from_scratch = not model or VARIANT_NAME.fullmatch(model)
-    metric = METRIC_NAMES[reports[0]["problem_type"]][0]
+    kind, number = reports[0]["problem_type"], len(reports[0]["labels"])
+    metric, noun = METRIC_NAMES[kind][0], NOUNS[kind]
     result = EvalResult(
         task_type="image-classification",
         dataset_type=dataset or "imagefolder",
@@ -92,7 +93,7 @@ def make_card(
         },
         report=reports[0],
         reports=reports,
-        nouns=NOUNS[reports[0]["problem_type"]],
+        learnt=f"{number} {noun if number > 1 else noun[:-1]}",
         results=results_of(reports),
         data=description,
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
@@ -170,7 +171,7 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
     for name, path in drawn.items():
         if path.resolve() != paths[name].resolve():
             shutil.copyfile(path, paths[name])
-    return {name: path.name for name, path in paths.items()}
+    return {name: path.name for name, path in paths.items() if path.is_file()}
 
 
 def _without_folders(text: str) -> str:
