@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -114,6 +115,14 @@ def test_class_folders_are_evaluated_whole_and_matched_by_name(classes, run, eva
     assert report["test_accuracy"] == pytest.approx(matrix[ids, ids].sum() / matrix[ids].sum())
 
 
+def test_columns_of_the_run_are_not_asked_of_other_data(run, evaluate, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    with (tmp_path / "run" / "recipe.yaml").open("a") as recipe:
+        recipe.write("label_column: species\n")
+    report = evaluate("--data", write_folders(tmp_path / "some", "37"), model=tmp_path / "run")
+    assert sum(map(sum, report["confusion_matrix"])) == np.sum(run[1]["confusion_matrix"], axis=1)[[3, 7]].sum()
+
+
 def test_classes_in_another_order_are_matched_by_name(run, evaluate, tmp_path):
     digits = load_digits()["test"]
     names = [*"9876543210", "never used"]
@@ -141,7 +150,8 @@ def test_split_of_other_data_is_chosen_by_its_name(run, evaluate, refused, tmp_p
     ("arguments", "message"),
     [
         (["--split", "dev2"], r"there is no split 'dev2', only \['train', 'validation', 'test'\]"),
-        (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
+        (["--per_device_eval_batch_size", "0"], r"^per_device_eval_batch_size must lie above 0 .*, got 0\."),
+        (["--learning", "0"], r"^the command line: unknown flag 'learning'"),
         (["--data", "nowhere/at_all"], r"nowhere/at_all: the data cannot be loaded .* is the Hub within reach\?"),
     ],
 )
@@ -171,7 +181,7 @@ def test_model_without_a_run_needs_data(run, refused, tmp_path):
     for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / name).symlink_to(run[0] / name)
-    assert re.search(r"model holds no _run\.json, .* Give --data\.$", refused(model=tmp_path / "model"))
+    assert re.search(r"model holds no recipe\.yaml, .* Give --data\.$", refused(model=tmp_path / "model"))
 
 
 def test_model_of_another_library_is_refused(refused, tmp_path):

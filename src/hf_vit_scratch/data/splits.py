@@ -10,6 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +87,24 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
     return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
 
 
-def load_split(data: str, split: str | None, **choices: Any) -> Dataset:
-    """Load one split of a source as it is, with the columns `image` and `label`: nothing is cut.
-
-    The split is chosen as in `find_split`; `choices` are other fields of `DataArguments`.
+def load_split(args: DataArguments, split: str | None) -> Dataset:
+    """Load one split of a source as it is, with the columns `image` and `label`. `None` is test, or the only split.
 
     Raises:
         UserError: The data cannot be used, or has no such split.
     """
-    args = DataArguments(data=data, **choices)
     source = _load_source(args, labelled=True)
-    args.train_split = name = find_split(data, split, source)
-    rows = _name_columns(args, DatasetDict({name: source[name]}), labelled=True)[name]
-    refuse_unknown_labels(data, name, rows)
-    return without_corrupt(data, name, rows) if args.corrupt_images == "skip" else rows
+    name = find_split(args.data, split or (next(iter(source)) if len(source) == 1 else "test"), source)
+    rows = _name_columns(replace(args, train_split=name), DatasetDict({name: source[name]}), labelled=True)[name]
+    refuse_unknown_labels(args.data, name, rows)
+    return without_corrupt(args.data, name, rows) if args.corrupt_images == "skip" else rows
 
 
-def find_split(data: str, split: str | None, source: DatasetDict) -> str:
-    """Return the name of a split in a source, which may say `val` for `validation`. `None` is test, or the only one.
-
-    Raises:
-        UserError: There is no such split.
-    """
-    wanted = split or (next(iter(source)) if len(source) == 1 else "test")
-    names = next((names for names in SPLIT_NAMES.values() if wanted in names), (wanted,))
+def find_split(data: str, split: str, source: DatasetDict) -> str:
+    """Return the name of a split in a source, which may call it `val` instead of `validation`, for example."""
+    names = next((names for names in SPLIT_NAMES.values() if split in names), (split,))
     if not (found := [name for name in names if name in source]):
-        raise UserError(f"{data}: there is no split {wanted!r}, only {list(source)}. Choose one with --split.")
+        raise UserError(f"{data}: there is no split {split!r}, only {list(source)}. Choose one with --split.")
     return found[0]
 
 

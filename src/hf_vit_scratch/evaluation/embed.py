@@ -18,16 +18,15 @@ from pyarrow import parquet
 from transformers import AutoModel
 
 from ..errors import UserError
-from .predict import forward, load_pipeline, name_broken, new_parser, parse
+from .predict import forward, load_pipeline, name_broken, parse
 
 PROGRAM = "vit-scratch embed"
 
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch embed`; return the exit code."""
-    parser = new_parser(PROGRAM, __doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="ends in .parquet or .npz")
-    args, paths = parse(parser, argv)
+    options = {"type": Path, "required": True, "metavar": "FILE", "help": "ends in .parquet or .npz"}
+    args, paths = parse(PROGRAM, __doc__, argv, output=options)
     suffix = args.output.suffix.lower()
     if suffix not in (".parquet", ".npz"):
         raise UserError(f"--output must end in .parquet or .npz, got {args.output}.")

@@ -175,8 +175,10 @@ def _table_row(result: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def new_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that image files need."""
+def parse(
+    program: str, description: str, argv: list[str], **flags: dict[str, Any]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of a command that reads image files, which may have flags of its own, and the files."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -185,11 +187,8 @@ def new_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=32, help="images computed at once (%(default)s)")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that decode images (%(default)s)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of a parser of `new_parser`, and the image files that they name."""
+    for name, options in flags.items():
+        parser.add_argument(f"--{name}", **options)
     args = parser.parse_args(argv)
     for name, least in (("top_k", 1), ("batch_size", 1), ("num_workers", 0)):
         if getattr(args, name, least) < least:
@@ -215,10 +214,9 @@ def name_broken(
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch predict`; return the exit code."""
-    parser = new_parser(PROGRAM, __doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a table if it ends in .csv (default: screen)")
-    parser.add_argument("--top_k", type=int, default=5, help="classes per image, at most all (%(default)s)")
-    args, paths = parse(parser, argv)
+    output_options = {"type": Path, "metavar": "FILE", "help": "a table if it ends in .csv (default: screen)"}
+    top_k_options = {"type": int, "default": 5, "help": "classes per image, at most all (%(default)s)"}
+    args, paths = parse(PROGRAM, __doc__, argv, output=output_options, top_k=top_k_options)
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
     config, exit_code = classifier.model.config, 0

@@ -152,9 +152,9 @@ class ViTTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        limits = {"ema_decay": 1, "layer_decay": 1, "max_train_minutes": math.inf, "early_stopping_patience": math.inf}
-        for name, high in limits.items():
-            value = getattr(self, name)
+        limits = {"ema_decay": 1, "layer_decay": 1}
+        for name in (*limits, "max_train_minutes", "early_stopping_patience", "per_device_eval_batch_size"):
+            value, high = getattr(self, name), limits.get(name, math.inf)
             if value is not None and not 0 < value <= high:
                 raise UserError(f"{name} must lie above 0 and be at most {high}, got {value}.")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":

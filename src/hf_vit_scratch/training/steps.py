@@ -95,14 +95,7 @@ def make_choices(
     training = args.training
     set_fields(args, recipe.values("images", "machine"))  # of the run that is resumed
     if not args.data.streaming:
-        images = fingerprint(splits)
-        if recipe.images not in ("", images):
-            raise UserError(
-                f"{training.output_dir} holds a run with other images: {recipe.images}, now {images}. The splits "
-                "would be cut anew, so training images could come into the test split. Restore the images that the "
-                "run began with, each under its old name, or start a new run."
-            )
-        recipe.images = images
+        recipe.images = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
     if recipe.left_out:
         logger.info("Left out of the recipe, because %s decides it: %s", args.model.model, ", ".join(recipe.left_out))
@@ -123,6 +116,18 @@ def make_choices(
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     return config, start
+
+
+def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
+    """Return the fingerprint of the images of a run. If it is another than in its recipe, raise a `UserError`."""
+    images = fingerprint(splits)
+    if recipe.images not in ("", images):
+        raise UserError(
+            f"{run} holds a run with other images: {recipe.images}, now {images}. The splits would be cut anew, so "
+            "training images could come into the test split. Restore the images that the run began with, each under "
+            "its old name, or start a new run."
+        )
+    return images
 
 
 def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: Recipe) -> None:

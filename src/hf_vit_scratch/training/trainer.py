@@ -16,7 +16,7 @@ from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, has_length
@@ -38,7 +38,6 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock
-from .early_stopping import EarlyStopping
 from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
@@ -65,6 +64,11 @@ class _Hooks(TrainerCallback):
         trainer = self.trainer
         trainer.clock.resume(state)
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
+        if args.early_stopping_patience is not None:
+            # `restore_callback_states_from_checkpoint` would also restore that a signal has stopped the run.
+            saved = state.stateful_callbacks[EarlyStoppingCallback.__name__]["attributes"]
+            vars(trainer.early_stopping).update(saved)
+            control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
@@ -140,8 +144,9 @@ class ViTTrainer(Trainer):
         self.speed = self._optimize(self.model, self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
+        self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
-            self.add_callback(EarlyStopping(self.args.early_stopping_patience))
+            self.add_callback(self.early_stopping)
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(lambda: self.clock.progress))
         if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
