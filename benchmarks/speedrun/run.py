@@ -3,10 +3,10 @@
     python benchmarks/speedrun/run.py 15 --data FOLDER
     python benchmarks/speedrun/run.py 5 --data FOLDER -- --max_train_minutes 4.5
 
-The command is `python train.py cifar10_cpu`, once for each seed, with what follows `--`. Its seconds go from its start
-to its end, with imports, reading, compiling and the report. The entry is refused if one run takes longer than the
-limit, or if the test split is not the whole one. Nothing else may run at the same time. The last line is a row for
-README.md.
+The command is `python train.py cifar10_cpu --eval_tta flip`, once for each seed, with what follows `--`. Its seconds
+go from its start to its end, with imports, reading, compiling and the report. The entry is refused if one run takes
+longer than the limit, or if the test split is not the whole one. Nothing else may run at the same time. The last line
+is a row for README.md.
 """
 
 import argparse
@@ -26,7 +26,16 @@ TEST_IMAGES = 10_000
 
 def run(options: list[str], output_dir: Path) -> tuple[float, dict[str, Any]]:
     """Train once; return the seconds of the whole command and the metrics of the test split."""
-    command = [sys.executable, "train.py", "cifar10_cpu", *options, "--output_dir", str(output_dir)]
+    command = [
+        sys.executable,
+        "train.py",
+        "cifar10_cpu",
+        "--eval_tta",
+        "flip",
+        *options,
+        "--output_dir",
+        str(output_dir),
+    ]
     print(shlex.join(["python", *command[1:]]), flush=True)
     start = time.perf_counter()
     with (output_dir.parent / f"{output_dir.name}.log").open("w") as log:

@@ -47,13 +47,17 @@ CLASSES = {"problem_type": "single_label_classification", "images": 4, "labels":
 
 
 def test_table_at_the_end_says_what_a_reader_looks_for_first():
-    lines = report.summary(METRICS | CLASSES | {"per_class": dict.fromkeys(CLASSES["labels"], SCORES)}, 4, 0.93)
+    mirrored = {"test_flip_accuracy": 0.8}
+    lines = report.summary(
+        METRICS | mirrored | CLASSES | {"per_class": dict.fromkeys(CLASSES["labels"], SCORES)}, 4, 0.93
+    )
     assert lines.splitlines() == [
         "Test images             4",
         "Test loss               0.061",
         "Test accuracy           75.0%, 95% interval 30.1 to 95.4",
         "Test balanced accuracy  70.0%",
         "Test macro-F1           0.650",
+        "With the mirrored view  80.0%",
         "Training                0.9 minutes",
         "Class       precision recall  images",
         "bee               50%   100%       3",

@@ -56,7 +56,7 @@ def load(source: str, **unsaid: Any) -> LoadedModel:
         source: A folder, or a name on the Hub, of a ViTScratch model, a transformers ViT or a timm model; a name of
             timm, for its pretrained weights; or a file of weights of timm's or torchvision's `VisionTransformer`
             (`.safetensors`, `.pth`, `.bin`).
-        unsaid: What a file of weights does not say: `num_attention_heads`, known for the published sizes;
+        unsaid: Fields that a file of weights lacks: `num_attention_heads`, known for the published sizes;
             `image_size`, height and width in pixels, if they differ; `pooling`, `"cls"` or `"mean"`.
 
     Raises:
