@@ -515,6 +515,20 @@ def test_evaluation_images_are_those_of_the_image_processor(image_processor, pho
     assert batch["labels"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_pixels_are_those_of_any_image_processor(rescale, normalize, photographs):
+    options = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4], "rescale_factor": 1 / 128}
+    processor = ViTImageProcessor(
+        size={"height": 16, "width": 24}, do_rescale=rescale, do_normalize=normalize, **options
+    )
+
+    batch = inputs(make_dataset(processor, photographs), 0)
+
+    expected = processor([photographs[0].crop((0, 0, 40, 30))], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(batch["pixel_values"], expected.float(), rtol=1e-6, atol=1e-6)
+
+
 def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs, kept):
     plain = make_dataset(image_processor, photographs, Augmentation((16, 24)), kept=kept)  # nothing random
 

@@ -82,10 +82,10 @@ def test_resized_crops_are_those_of_torchvision(images):
     boxes = _rectangles(SampleRNG(keys), [(32, 40)] * 8, (0.2, 1.0), (3 / 4, 4 / 3))
 
     one_by_one = random_resized_crop(images, SampleRNG(keys), (24, 30), 0.2)
-    by_products = resized_crops_by_products(images, *np.array(boxes).T, (24, 30))  # as on an accelerator
+    by_products = resized_crops_by_products(images, boxes, (24, 30))  # as on an accelerator
 
     expected = torch.stack(
-        [TF.resized_crop(image, *box, size=[24, 30]) for image, box in zip(images, boxes, strict=True)]
+        [TF.resized_crop(image, *box, size=[24, 30]) for image, box in zip(images, boxes.T.tolist(), strict=True)]
     )
     assert torch.equal(one_by_one, expected)
     assert (by_products.int() - expected.int()).abs().max() <= 1
@@ -137,7 +137,7 @@ def test_affine_maps_are_those_of_torchvision(images):
 def test_rectangles_have_the_areas_and_places_that_are_asked_for():
     rectangles = _rectangles(SampleRNG([(row,) for row in range(5000)]), [(100, 80)] * 5000, (0.1, 0.3), (0.5, 2.0))
 
-    top, left, height, width = np.array(rectangles).T
+    top, left, height, width = rectangles
     area = height * width / 8000
     assert 0.09 < area.min() < 0.11
     assert 0.29 < area.max() < 0.31
@@ -170,7 +170,7 @@ def test_operations_are_those_of_torchvision(policy, name, images):
         signed * np.arange(8)
     )
 
-    changed = apply(images, name, strengths, GREY)
+    changed = apply(images, np.array([name] * 8), strengths, GREY)
 
     for image, result, strength in zip(images, changed, strengths.tolist(), strict=True):
         expected = policy._apply_image_or_video_transform(image, name, strength, policy.interpolation, policy._fill)
@@ -206,17 +206,17 @@ def test_policy_does_the_same_to_an_image_in_any_batch(policy, images):
 def test_shares_of_mixup_have_a_beta_distribution(alpha):
     own, other = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2)
 
-    mixture, shares = Mixup(2, mixup_alpha=alpha).draw((2, 2), SampleRNG([(row,) for row in range(4000)]))
+    *mixture, shares = Mixup(2, mixup_alpha=alpha).draw((2, 2), SampleRNG([(row,) for row in range(4000)]))
 
-    assert torch.equal(Mixup.mix(own, other, mixture)[:, 0, 0, 0], shares)
-    assert stats.kstest(shares.double(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
+    assert torch.equal(Mixup.mix(own, other, *mixture)[:, 0, 0, 0], torch.from_numpy(shares).float())
+    assert stats.kstest(shares, stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
 def test_cutmix_is_chosen_for_half_where_both_are():
     own, other = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8)
 
-    mixture, _ = Mixup(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), SampleRNG([(row,) for row in range(1000)]))
+    *mixture, _ = Mixup(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), SampleRNG([(row,) for row in range(1000)]))
 
-    mixed = Mixup.mix(own, other, mixture)
+    mixed = Mixup.mix(own, other, *mixture)
     cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
     assert cut.float().mean() == pytest.approx(0.5, abs=0.05)

@@ -244,3 +244,18 @@ def test_copies_are_fast_with_their_own_weights():
     with torch.no_grad():
         expected = optimize(copy.deepcopy(copied), PIXELS, choice="plain").model(PIXELS).logits
         torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stochastic_depth_of_compiled_layers_drops_whole_images():
+    torch.manual_seed(0)
+    model = build(num_hidden_layers=3, drop_path_rate=0.5).train()
+    optimize(model, PIXELS, training=True, compile={"backend": "eager"})
+    branch = torch.ones(4000, 2, 3)
+
+    for layer, rate in zip(speed._layers(model), (0.0, 0.25, 0.5), strict=True):
+        result = layer.drop_path(branch)
+
+        kept = result[:, 0, 0] > 0
+        assert kept.float().mean() == pytest.approx(1 - rate, abs=0.03)
+        assert torch.equal(result, kept[:, None, None] * branch / (1 - rate))
+        assert layer.drop_path.eval()(branch) is branch

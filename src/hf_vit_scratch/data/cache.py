@@ -39,7 +39,8 @@ class ImageCache:
     def read(self, indices: list[int]) -> Tensor:
         """Return images (B, 3, height, width), on their device."""
         images = _map(self.images, self.shape) if isinstance(self.images, Path) else self.images
-        return images.index_select(0, torch.tensor(indices, device=images.device)).permute(0, 3, 1, 2)
+        places = torch.tensor(indices).to(images.device, non_blocking=True)
+        return images.index_select(0, places).permute(0, 3, 1, 2)
 
 
 def keep_in_memory(shape: Shape, decode_into: Callable[[Tensor], None], device: torch.device) -> ImageCache:

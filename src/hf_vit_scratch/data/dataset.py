@@ -106,7 +106,18 @@ class BatchTransform:
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
         """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
-        return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
+        ends = np.full((2, len(keys)), [[self.seed], [number]], np.uint64)
+        return SampleRNG(np.column_stack((ends[0], keys, ends[1])))
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Rescale and normalize pixels as the image processor does, but a batch on a device at once."""
+        of = self.image_processor
+        scale = 1 / of.rescale_factor if of.do_rescale else 1.0
+        mean, std = (
+            (torch.tensor(numbers).reshape(-1, 1, 1) * scale).to(images.device, non_blocking=True)
+            for numbers in ((of.image_mean, of.image_std) if of.do_normalize else (0.0, 1.0))
+        )
+        return (images.float() - mean).div_(std)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the model's inputs of a batch of `ImageClassificationDataset`, with its other entries.
@@ -125,8 +136,7 @@ class BatchTransform:
             rng = None if augmentation is None else self.rng(keys, "mixing")
             images, labels = self.mixing(images, batch["labels"].to(images.device), rng)
             batch["labels"] = labels.to(device)
-        inputs = self.image_processor(list(images), do_resize=False, return_tensors="pt")
-        return batch | {"pixel_values": inputs["pixel_values"].to(device)}
+        return batch | {"pixel_values": self.normalize(images).to(device)}
 
 
 class ImageClassificationDataset(torch.utils.data.Dataset):
@@ -231,7 +241,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         else:
             rows = zip(self.rows[indices]["image"], numbers, strict=True)
             images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
-        labels = self.labels[indices].to(images.device)
+        labels = self.labels[indices].to(images.device, non_blocking=True)
         return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
 
     def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from .options import MixingArguments
-from .transforms import SampleRNG
+from .transforms import Numbers, SampleRNG, inside, to_device
 
 
 @dataclass
@@ -68,22 +68,22 @@ class Mixup(MixingArguments):
         if rng is not None and self.mixup_prob:
             positions = torch.arange(len(images), device=images.device)
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
-            mixture, kept = self.draw(images.shape[-2:], rng)
+            share, rectangles, kept = self.draw(images.shape[-2:], rng)
             images = images.float()
-            images = self.mix(images, images.index_select(0, mix_index), mixture)
-            targets = torch.lerp(targets[mix_index], targets, kept.to(images.device)[:, None])
+            images = self.mix(images, images.index_select(0, mix_index), share, rectangles)
+            targets = torch.lerp(targets[mix_index], targets, to_device(kept, images)[:, None])
         mass: Tensor | float = 1.0
         if self.class_weights is not None:
             targets = targets * self.class_weights.to(targets.device)
             mass = targets.sum(dim=1, keepdim=True)
         return images, targets * (1 - self.label_smoothing) + mass * self.label_smoothing / spread
 
-    def draw(self, image_size: Sequence[int], rng: SampleRNG) -> tuple[Tensor, Tensor]:
+    def draw(self, image_size: Sequence[int], rng: SampleRNG) -> tuple[Numbers, NDArray[np.int64], Numbers]:
         """Draw how images are mixed with others of their size.
 
         Returns:
-            The mixture for `mix`, (B, 5): the share of the image outside the rectangle that is cut out of it, and the
-            rectangle's top, left, height and width in pixels. And the share of the image's own target, (B,).
+            The share of the image outside the rectangle that comes from the other image, (B,); the rectangle's top,
+            left, height and width in pixels, (4, B); and the share of the image's own target, (B,).
         """
         mixed = rng.uniform() < self.mixup_prob
         cut = rng.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))
@@ -96,18 +96,13 @@ class Mixup(MixingArguments):
             for side in image_size
         )
         kept = np.where(cut, 1 - (bottom - top) * (right - left) / math.prod(image_size), share)
-        mixture = np.stack((np.where(cut, 1.0, share), top, left, (bottom - top) * cut, right - left), axis=1)
-        return torch.from_numpy(mixture).float(), torch.from_numpy(kept).float()
+        return np.where(cut, 1.0, share), np.stack((top, left, (bottom - top) * cut, right - left)), kept
 
     @staticmethod
-    def mix(images: Tensor, others: Tensor, mixture: Tensor) -> Tensor:
+    def mix(images: Tensor, others: Tensor, share: Numbers, rectangles: NDArray[np.int64]) -> Tensor:
         """Mix another image into each, as `draw` says.
 
-        Shapes: float (B, C, height, width) twice, (B, 5) -> that of the first.
+        Shapes: float (B, C, height, width) twice, (B,), (4, B) -> that of the first.
         """
-        mixed = torch.lerp(others, images, mixture[:, 0, None, None, None].to(images.device))
-        for place, (_, top, left, tall, wide) in enumerate(mixture.int().tolist()):
-            if tall:
-                part = (place, slice(None), slice(top, top + tall), slice(left, left + wide))
-                mixed[part] = others[part]
-        return mixed
+        mixed = torch.lerp(others, images, to_device(share, images)[:, None, None, None])
+        return torch.where(inside(rectangles, images), others, mixed)

@@ -6,7 +6,7 @@ to one. Numbers are drawn on the CPU, in NumPy, so that nothing is read back fro
 Shapes: images are uint8 (B, C, height, width). Random numbers and what follows from them have B entries.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchvision.transforms.v2 import functional as TF
 Numbers = NDArray[np.float64]
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+GEOMETRIC = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")  # of the operations of torchvision's policies
 TRIES = 10  # for a rectangle that fits into the image, as many as torchvision has
 
 
@@ -33,9 +34,9 @@ class SampleRNG:
         keys: One tuple of integers from 0 to 2**64 - 1 for each image, such as (seed, epoch, row).
     """
 
-    def __init__(self, keys: Sequence[tuple[int, ...]]):
+    def __init__(self, keys: Sequence[tuple[int, ...]] | NDArray[np.uint64]):
         self.state = np.zeros(len(keys), np.uint64)
-        for part in np.array(keys, np.uint64).T:
+        for part in np.asarray(keys, np.uint64).T:
             self.state = _mix(self.state + part + GOLDEN_GAMMA)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Numbers:
@@ -60,8 +61,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def to_device(numbers: NDArray[Any], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers (B, ...) as a tensor on the device of `like`."""
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(like.device, dtype)
+    """Return numbers (B, ...) as a tensor on the device of `like`, without waiting for what the device is doing."""
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype).to(like.device, non_blocking=True)
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:
@@ -69,21 +70,30 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    rng: SampleRNG, sizes: Iterable[Sequence[int]], scale: tuple[float, float], ratio: tuple[float, float]
-) -> list[tuple[int, int, int, int]]:
-    """Draw a rectangle in each image: top, left, height and width; the last two are 0 if none of ten tries fits."""
-    rectangles = []
-    for (height, width), (*shapes, down, right) in zip(sizes, rng.uniforms(2 * TRIES + 2).tolist(), strict=True):
-        tall = wide = 0
-        for share, position in zip(shapes[::2], shapes[1::2], strict=True):
-            area = height * width * (scale[0] + (scale[1] - scale[0]) * share)
-            aspect = ratio[0] * (ratio[1] / ratio[0]) ** position
-            h, w = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
-            if 0 < h <= height and 0 < w <= width:
-                tall, wide = h, w
-                break
-        rectangles.append((int(down * (height - tall + 1)), int(right * (width - wide + 1)), tall, wide))
-    return rectangles
+    rng: SampleRNG, sizes: Sequence[Sequence[int]], scale: tuple[float, float], ratio: tuple[float, float]
+) -> NDArray[np.int64]:
+    """Draw a rectangle in each image: top, left, height and width; the last two are 0 if none of ten tries fits.
+
+    Sizes are (B, 2), rectangles (4, B).
+    """
+    height, width = np.asarray(sizes, np.int64).T
+    *shapes, down, right = rng.uniforms(2 * TRIES + 2).T
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * np.array(shapes[::2]))  # (TRIES, B)
+    aspect = ratio[0] * (ratio[1] / ratio[0]) ** np.array(shapes[1::2])
+    tall, wide = np.rint((area / aspect) ** 0.5), np.rint((area * aspect) ** 0.5)
+    fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
+    first = fits.argmax(axis=0)  # the first try that fits
+    tall, wide = (np.where(fits, side, 0)[first, np.arange(len(height))].astype(np.int64) for side in (tall, wide))
+    top, left = (down * (height - tall + 1)).astype(np.int64), (right * (width - wide + 1)).astype(np.int64)
+    return np.stack((top, left, tall, wide))
+
+
+def inside(rectangles: NDArray[np.int64], like: Tensor) -> Tensor:
+    """Return whether each pixel lies in its image's rectangle: (4, B) -> bool (B, 1, height, width)."""
+    top, left, tall, wide = to_device(rectangles, like, torch.int32)[:, :, None]
+    rows, columns = (torch.arange(side, device=like.device, dtype=torch.int32) for side in like.shape[-2:])
+    across = (columns >= left) & (columns < left + wide)
+    return (((rows >= top) & (rows < top + tall))[:, :, None] & across[:, None])[:, None]
 
 
 def random_resized_crop(
@@ -94,32 +104,27 @@ def random_resized_crop(
     The images may be a list of (C, height, width) of any sizes.
     """
     low, high = ratio = (3 / 4, 4 / 3)
-    sizes, boxes = [tuple(image.shape[-2:]) for image in images], []
-    for (height, width), box in zip(sizes, _rectangles(rng, sizes, (least_scale, 1.0), ratio), strict=True):
-        if not box[2]:  # none fitted: the largest part in the middle that is neither too wide nor too tall
-            tall, wide = min(height, round(width / low)), min(width, round(height * high))
-            box = ((height - tall) // 2, (width - wide) // 2, tall, wide)
-        boxes.append(box)
+    sizes = [tuple(image.shape[-2:]) for image in images]
+    boxes = _rectangles(rng, sizes, (least_scale, 1.0), ratio)
+    # Where none fitted: the largest part in the middle that is neither too wide nor too tall.
+    height, width = np.array(sizes).T
+    tall, wide = np.minimum(height, np.rint(width / low)), np.minimum(width, np.rint(height * high))
+    middle = np.stack(((height - tall) // 2, (width - wide) // 2, tall, wide)).astype(np.int64)
+    boxes = np.where(boxes[2] > 0, boxes, middle)
     if isinstance(images, Tensor) and images.device.type != "cpu":
-        top, left, tall, wide = np.array(boxes).T
-        return resized_crops_by_products(images, top, left, tall, wide, size)
+        return resized_crops_by_products(images, boxes, size)
     # One by one, by torchvision's kernel for bytes.
-    return torch.stack([TF.resized_crop(image, *box, list(size)) for image, box in zip(images, boxes, strict=True)])
+    pairs = zip(images, boxes.T.tolist(), strict=True)
+    return torch.stack([TF.resized_crop(image, *box, list(size)) for image, box in pairs])
 
 
-def resized_crops_by_products(
-    images: Tensor,
-    top: NDArray[np.int64],
-    left: NDArray[np.int64],
-    tall: NDArray[np.int64],
-    wide: NDArray[np.int64],
-    size: tuple[int, int],
-) -> Tensor:
+def resized_crops_by_products(images: Tensor, boxes: NDArray[np.int64], size: tuple[int, int]) -> Tensor:
     """Crop and resize all images at once, which keeps an accelerator busy.
 
-    It is linear, and separately so along height and width: a matrix product for each.
+    It is linear, and separately so along height and width: a matrix product for each. Boxes are (4, B), as of
+    `_rectangles`.
     """
-    height, width = images.shape[-2:]
+    (top, left, tall, wide), (height, width) = boxes, images.shape[-2:]
     rows = _resizing_weights(top, tall, height, size[0], images)
     columns = _resizing_weights(left, wide, width, size[1], images)
     return _to_uint8(rows[:, None] @ images.float() @ columns[:, None].transpose(2, 3))
@@ -143,7 +148,8 @@ def random_crop(images: Tensor, rng: SampleRNG, padding: int) -> Tensor:
         size - 1 - np.abs(size - 1 - np.abs(rng.integers(2 * padding + 1)[:, None] - padding + np.arange(size)))
         for size in (height, width)
     )
-    return _gather(images, to_device(rows[:, :, None] * width + columns[:, None], images, torch.int64))
+    from_row, from_column = to_device(rows, images, torch.int64), to_device(columns, images, torch.int64)
+    return _gather(images, from_row[:, :, None] * width + from_column[:, None])
 
 
 def random_horizontal_flip(images: Tensor, rng: SampleRNG, probability: float) -> Tensor:
@@ -197,37 +203,65 @@ def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
 
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
-    chosen = np.flatnonzero(rng.uniform() < probability)
+    chosen = rng.uniform() < probability
     rectangles = _rectangles(rng, [images.shape[-2:]] * len(images), (0.02, 0.33), (0.3, 3.3))
-    images = images.clone()
-    for place in chosen.tolist():
-        top, left, tall, wide = rectangles[place]
-        images[place, :, top : top + tall, left : left + wide] = value
-    return images
+    return images.masked_fill(inside(rectangles * chosen, images), value)
 
 
 def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
     """Apply random operations of torchvision's policy, each image's own."""
     height, width = images.shape[-2:]
-    space = list(policy._AUGMENTATION_SPACE.items())
+    space = policy._AUGMENTATION_SPACE
+    names = np.array(list(space))
     for _ in range(getattr(policy, "num_ops", 1)):
-        operation = rng.integers(len(space))
+        operation = names[rng.integers(len(space))]
         bins = rng.integers(policy.num_magnitude_bins)
         if isinstance(policy, v2.RandAugment):
             bins[:] = policy.magnitude
         sign = np.where(rng.uniform() < 0.5, -1, 1)
-        changed = []
-        for number, (name, (magnitudes, signed)) in enumerate(space):
-            chosen = np.flatnonzero(operation == number)
-            part = images.index_select(0, to_device(chosen, images, torch.int64))
-            if len(chosen) and name != "Identity":
-                strengths = magnitudes(policy.num_magnitude_bins, height, width)
-                strength = np.zeros(len(chosen)) if strengths is None else strengths.double().numpy()[bins[chosen]]
-                part = apply(part, name, strength * sign[chosen] ** signed, fill)
-            changed.append(part)
-        places = np.argsort(np.argsort(operation, kind="stable"))
-        images = torch.cat(changed).index_select(0, to_device(places, images, torch.int64))
+        strength = np.zeros(len(images))
+        for name, (magnitudes, signed) in space.items():
+            strengths = magnitudes(policy.num_magnitude_bins, height, width)
+            if strengths is not None:
+                chosen = operation == name
+                strength[chosen] = strengths.double().numpy()[bins[chosen]] * sign[chosen] ** signed
+        images = apply(images, operation, strength, fill)
     return images
+
+
+def apply(images: Tensor, names: NDArray[np.str_], strength: Numbers, fill: int) -> Tensor:
+    """Change each image by an operation of torchvision's policies, by its name (B,), and as strongly as it should."""
+    # All geometric operations are one, with a matrix for each image.
+    groups = [GEOMETRIC, *((name,) for name in dict.fromkeys(names.tolist()) if name not in GEOMETRIC)]
+    places = [np.flatnonzero(np.logical_or.reduce([names == name for name in group])) for group in groups]
+    changed = []
+    for group, chosen in zip(groups, places, strict=True):
+        part = images.index_select(0, to_device(chosen, images, torch.int64))
+        if group is GEOMETRIC:
+            part = _take_nearest(part, _matrices(names[chosen], strength[chosen], images.shape[-2:]), fill)
+        elif group[0] != "Identity":
+            part = _change_colors(part, group[0], strength[chosen])
+        changed.append(part)
+    back = np.argsort(np.concatenate(places))
+    return torch.cat(changed).index_select(0, to_device(back, images, torch.int64))
+
+
+def _matrices(names: NDArray[np.str_], strength: Numbers, size: Sequence[int]) -> Numbers:
+    """(B, 2, 3): where geometric operations take a pixel from, in pixels from the middle."""
+    zero, one = np.zeros(len(strength)), np.ones(len(strength))
+    radians, whole, (height, width) = np.radians(strength), np.trunc(strength), size
+    # Shears leave the upper left corner where it is.
+    entries = {
+        "ShearX": (one, strength, strength * height / 2, zero, one, zero),
+        "ShearY": (one, zero, zero, strength, one, strength * width / 2),
+        "TranslateX": (one, zero, -whole, zero, one, zero),
+        "TranslateY": (one, zero, zero, zero, one, -whole),
+        "Rotate": (np.cos(radians), -np.sin(radians), zero, np.sin(radians), np.cos(radians), zero),
+    }
+    matrices = np.zeros((len(names), 6))
+    for name, of_name in entries.items():
+        matrices[names == name] = np.stack(of_name, axis=-1)[names == name]
+    return matrices.reshape(-1, 2, 3)
 
 
 def _blurred(images: Tensor) -> Tensor:
@@ -239,21 +273,8 @@ def _blurred(images: Tensor) -> Tensor:
     return pixels
 
 
-def apply(images: Tensor, name: str, strength: Numbers, fill: int) -> Tensor:
-    """Change each image by an operation of torchvision's policies, each as strongly as it should."""
-    height, width = images.shape[-2:]
-    zero, one = np.zeros(len(strength)), np.ones(len(strength))
-    radians, whole = np.radians(strength), np.trunc(strength)
-    # Where a pixel comes from, in pixels from the middle; shears leave the upper left corner where it is.
-    matrices = {
-        "ShearX": (one, strength, strength * height / 2, zero, one, zero),
-        "ShearY": (one, zero, zero, strength, one, strength * width / 2),
-        "TranslateX": (one, zero, -whole, zero, one, zero),
-        "TranslateY": (one, zero, zero, zero, one, -whole),
-        "Rotate": (np.cos(radians), -np.sin(radians), zero, np.sin(radians), np.cos(radians), zero),
-    }
-    if name in matrices:
-        return _take_nearest(images, np.stack(matrices[name], axis=-1).reshape(-1, 2, 3), fill)
+def _change_colors(images: Tensor, name: str, strength: Numbers) -> Tensor:
+    """Change each image by an operation of torchvision's policies that moves no pixels, each by its strength."""
     parameter = to_device(strength, images)[:, None, None, None]
     if name in ("Brightness", "Color", "Contrast", "Sharpness"):
         # These go from, or beyond, what is left without any of it: black, grey, one mean grey, or a blurred image.

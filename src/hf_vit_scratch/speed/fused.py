@@ -86,6 +86,14 @@ def layer_forward(
     return x if self.norm_first else norms[1](x), None
 
 
+def drop_path_forward(self: Any, branch: Tensor) -> Tensor:
+    """Return `ViTScratchDropPath.forward`, with the probability as a tensor: one compiled layer then serves all."""
+    if not self.training:
+        return branch
+    kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < self.keep_prob
+    return branch * (kept / self.keep_prob).to(branch.dtype)
+
+
 def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddings) -> Tensor:
     """Return multi-head attention of joined queries, keys and values.  (B, N, 3 D) -> (B, N, D)."""
     pair, value = joined.unflatten(2, (3, -1, module.head_dim)).split((2, 1), dim=2)

@@ -114,7 +114,11 @@ def optimize(
     options = {"backend": "inductor", **(compile if isinstance(compile, dict) else {})}
     can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
     compiled = bool(compile) and can
-    for layer in _layers(model) if compiled else ():
+    layers = _layers(model) if compiled else []
+    for layer in layers:
+        if len({layer.drop_path.drop_prob for layer in layers}) > 1:
+            layer.drop_path.keep_prob = torch.tensor(1 - layer.drop_path.drop_prob)
+            layer.drop_path.forward = MethodType(fused.drop_path_forward, layer.drop_path)
         layer.compile(dynamic=False, **options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
 
@@ -123,11 +127,6 @@ def example_batch_for(model: PreTrainedModel, batch_size: int) -> Tensor:
     """Return pixels of the size, dtype and device of a model, to be given to `optimize`."""
     shape = (batch_size, model.config.num_channels, *model.config.image_height_width)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
-
-
-def has_equal_layers(model: nn.Module) -> bool:
-    """Return whether one compiled layer serves all; layers with different stochastic depth need one each."""
-    return len({layer.drop_path.drop_prob for layer in _layers(model)}) == 1
 
 
 def _layers(model: nn.Module) -> list[Any]:

@@ -38,10 +38,12 @@ class Clock:
         """Measure the progress after a step, and end the training when the time is over."""
         if self.args.max_train_minutes is None:
             return
-        share = torch.tensor([self.minutes / self.args.max_train_minutes], device=self.args.device)
-        if self.args.world_size > 1:
-            torch.distributed.broadcast(share, src=0)  # all processes must follow one clock
-        self.progress = min(1.0, max(share.item(), state.global_step / state.max_steps))
+        share = self.minutes / self.args.max_train_minutes
+        if self.args.world_size > 1:  # all processes must follow one clock
+            shared = torch.tensor([share], device=self.args.device)
+            torch.distributed.broadcast(shared, src=0)
+            share = shared.item()
+        self.progress = min(1.0, max(share, state.global_step / state.max_steps))
         if self.progress >= 1:  # as the stock Trainer does at the last step
             control.should_training_stop = True
             control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS

@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..evaluation.model_card import make_card, make_short_card
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
 from ..speed.hardware import keep_freed_memory
-from ..speed.optimize import Optimization, example_batch_for, has_equal_layers, optimize
+from ..speed.optimize import Optimization, example_batch_for, optimize
 from .arguments import ViTTrainingArguments
 from .checkpointing import (
     delete_checkpoint,
@@ -445,7 +445,7 @@ class ViTTrainer(Trainer):
         args, steps, compile_options = self.args, self.args.max_steps, {}
         if not hasattr(model.config, "image_height_width"):
             return None
-        if args.torch_compile and has_equal_layers(model):
+        if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         images = steps * args.train_batch_size if steps > 0 else math.inf
