@@ -27,8 +27,20 @@ train() { # NAME RECIPE FLAGS...
 }
 
 # Aims in bf16 training on an H200: S/16 9,900 and B/16 3,500 images per second.
-peers train_compiled --sizes S/16 B/16 --work training --precision bf16 --compiled --skip_memory
-peers infer_compiled --sizes S/16 B/16 --work inference --precision bf16 --compiled --skip_memory
+peers train_compiled --sizes S/16 B/16 --work training --precision bf16 --compiled --skip_memory --peers timm
+peers infer_compiled --sizes S/16 --work inference --precision bf16 --compiled --skip_memory --peers timm
+
+# Bits: two equal runs show whether the kernels repeat themselves, the third whether a resumed run repeats them.
+bits=(--max_steps 16 --save_strategy steps --save_steps 0.5 --eval_strategy no --load_best_model_at_end false
+    --logging_steps 1 --torch_compile false --full_determinism true)
+train whole cifar10_gpu "${bits[@]}"
+train again cifar10_gpu "${bits[@]}"
+step same_bits_again cmp "$out/whole/model.safetensors" "$out/again/model.safetensors"
+step prepare_resumed bash -c "mkdir -p '$out/resumed' && cp '$out/whole/_run.json' '$out/resumed' &&
+    cp -r '$out/whole/checkpoint-8' '$out/resumed'"
+train resumed cifar10_gpu "${bits[@]}" --resume_from_checkpoint true
+step same_bits_resumed cmp "$out/whole/model.safetensors" "$out/resumed/model.safetensors"
+
 train cifar10_gpu cifar10_gpu --max_train_minutes "${MINUTES:-8}"
 peers train_eager_and_memory --sizes S/16 B/16 --work training --precision bf16
 peers infer_eager --sizes S/16 B/16 --work inference --precision bf16 --skip_memory
@@ -39,13 +51,5 @@ for attention in sdpa flex_attention flash_attention_2; do
         --save_strategy no --eval_strategy no --load_best_model_at_end false
 done
 
-# FSDP2 on one device, and the bits of a resumed run.
 step fsdp2 accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 1 train.py cifar10_gpu \
     --data "$cifar10" --output_dir "$out/fsdp2" --max_steps "${MAX_STEPS:-300}" --disable_tqdm true
-resumable=(--max_steps "${MAX_STEPS:-300}" --save_strategy steps --save_steps 0.5 --eval_strategy no
-    --load_best_model_at_end false)
-train whole cifar10_gpu "${resumable[@]}"
-step prepare_resumed bash -c "mkdir -p '$out/resumed' && cp '$out/whole/_run.json' '$out/resumed' &&
-    cp -r \"\$(ls -d '$out'/whole/checkpoint-* | sort -V | head -n 1)\" '$out/resumed'"
-train resumed cifar10_gpu "${resumable[@]}" --resume_from_checkpoint true
-step same_bits cmp "$out/whole/model.safetensors" "$out/resumed/model.safetensors"

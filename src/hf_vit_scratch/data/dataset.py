@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 DECODED_BYTES_KEPT = 2 * 2**30
 # Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
 KEPT_FOR_CROPS = 1.5
+# Smaller images are decoded one after the other, because threads would spend the time on waiting for Python's lock
+# (benchmarks/2026-11-25_data_path.md).
+PIXELS_FOR_THREADS = 250**2
 # Other devices lack some of the operations, so their batches are transformed on the CPU.
 TRANSFORM_DEVICES = ("cpu", "cuda")
 
@@ -217,11 +220,13 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             image = self.batch_transform.decode(row, f"image {index}")
             images[index] = self.batch_transform.resize(image[None], size)[0].permute(1, 2, 0)
 
+        (width, height), _ = size_and_mode(self.rows[0]["image"], name="image 0")
         # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
         with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
+            in_turn: Any = map if width * height < PIXELS_FOR_THREADS else pool.map
             for start in range(0, len(self), 1000):
                 indices = range(start, min(start + 1000, len(self)))
-                for _ in pool.map(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
+                for _ in in_turn(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
                     pass
 
     def __getitem__(self, key: int | Sample) -> dict[str, Any]:
