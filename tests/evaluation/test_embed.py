@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 from helpers import TINY, randomize_
 from PIL import Image
-from transformers import ViTImageProcessor, pipeline
+from transformers import ViTImageProcessor, ViTMAEConfig, ViTMAEModel, pipeline
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
@@ -74,6 +74,17 @@ def test_another_format_is_refused_before_anything_is_computed(saved, photos, tm
     assert capsys.readouterr().err == (
         f"vit-scratch embed: error: --output must end in .parquet or .npz, got {tmp_path}/vectors.csv.\n"
     )
+
+
+def test_model_without_a_pooled_vector_is_refused(tmp_path, photos, capsys):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    ViTMAEModel(ViTMAEConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(tmp_path / "m")
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "m")
+
+    code = vit_scratch.main(["embed", str(tmp_path / "m"), str(photos), "--output", str(tmp_path / "vectors.npz")])
+
+    assert code == 2
+    assert "ViTMAEModel has no pooler_output. Give a model that has." in capsys.readouterr().err
 
 
 def test_folder_without_an_encoder_is_refused(tmp_path, photos, capsys):

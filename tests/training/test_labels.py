@@ -299,6 +299,48 @@ def test_balanced_sampling_is_resumed_with_the_same_bits_by_any_number_of_worker
     assert weights(folder) == whole
 
 
+def test_numbers_of_a_starting_model_keep_their_units(numbers, tmp_path):
+    argv, _ = numbers
+    config = ViTScratchForImageClassification.from_pretrained(argv[1]).config
+    table = [json.loads(line) for line in argv[0].read_text().splitlines()]
+    other = [row | {name: 3 * row[name] for name in config.label2id} for row in table]
+    shutil.copytree(argv[0].parent, tmp_path / "data")
+    data = write_rows(tmp_path / "data" / "other.jsonl", other)
+    short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
+
+    train.main(["finetune", "--data", str(data), "--output_dir", str(tmp_path / "run"), "--model", str(argv[1]),
+                *argv[2:], *short])  # fmt: skip
+
+    new = ViTScratchForImageClassification.from_pretrained(tmp_path / "run").config
+    assert (new.label_mean, new.label_scale) == (config.label_mean, config.label_scale)
+
+
+@pytest.mark.parametrize("images", [8, 9])
+def test_too_few_images_of_a_class_are_pointed_out(images, digits, tmp_path, caplog):
+    for split, number in (("train", images), ("validation", 1), ("test", 1)):
+        for name in [name for label in "01" for name in [n for n in digits[1] if n.startswith(label)][:number]]:
+            (tmp_path / "data" / split / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(digits[0] / name, tmp_path / "data" / split / name)
+
+    run(tmp_path / "data", tmp_path / "run", "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
+
+    assert ("There are 8 training images for a class or label, too few" in caplog.text) == (images == 8)
+
+
+@pytest.mark.parametrize("side", [31, 32])
+def test_images_far_larger_than_the_models_are_pointed_out(side, digits, tmp_path, caplog):
+    for name in digits[1]:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(digits[0] / name) as image:
+            image.resize((side, side + 9)).save(tmp_path / "data" / name)
+    short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+
+    run(tmp_path / "data", tmp_path / "run", *short)
+
+    said = "Half of the images have 32 pixels or more on their shorter side, and the model gets 8x8"
+    assert (said in caplog.text) == (side == 32)
+
+
 def test_rare_class_is_pointed_out_unless_something_is_done_about_it(rare, tmp_path, caplog):
     short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
     said = (

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 
+FEW_IMAGES = 8  # of a class, up to which a new model cannot learn it
+
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -73,6 +75,17 @@ def imbalance(rows: Dataset) -> str | None:
     return (
         f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
         "--class_weighting balanced, and compare the balanced accuracy."
+    )
+
+
+def scarcity(rows: Dataset) -> str | None:
+    """Return what to try if classes have so few images that a new model cannot learn them."""
+    mean = float(class_counts(rows).mean())
+    if mean > FEW_IMAGES:
+        return None
+    return (
+        f"There are {mean:.0f} training images for a class or label, too few for a new model. Start from a trained "
+        "one: vit-scratch train finetune --model MODEL."
     )
 
 

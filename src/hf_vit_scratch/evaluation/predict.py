@@ -161,7 +161,12 @@ def forward(
         optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
     batches = _PreparedBatches(paths, batch_size, loaded.image_processor, loaded.model.dtype)
     for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
-        outputs = iter(loaded.forward(inputs)[output] if inputs else ())
+        outputs: Any = iter(())
+        if inputs:
+            computed = loaded.forward(inputs)
+            if computed.get(output) is None:
+                raise UserError(f"{type(loaded.model).__name__} has no {output}. Give a model that has.")
+            outputs = iter(computed[output])
         for result in results:
             yield result if "error" in result else {**result, output: next(outputs)}
 

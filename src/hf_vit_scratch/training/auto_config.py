@@ -31,6 +31,7 @@ from .recipe import Recipe
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 500  # images whose modes and sizes are read
+FAR_LARGER = 4  # times the model's image, from which on an image loses what is small in it
 SECONDS = 1.0  # for each measurement of speed
 IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
 CPU_MODEL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 512}
@@ -195,6 +196,17 @@ def planned_passes(training: ViTTrainingArguments, number: int) -> float:
     """Return the passes over so many images that the arguments ask for, whatever the clock allows."""
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     return training.max_steps * images_per_step / number if training.max_steps > 0 else training.num_train_epochs
+
+
+def detail_lost(rows: Dataset, size: tuple[int, int]) -> str | None:
+    """Return what to try if most images are far larger than what the model gets, height and width in pixels."""
+    side = int(np.median(sizes_and_modes(rows)[0].min(axis=1)))
+    if side < FAR_LARGER * min(size):
+        return None
+    return (
+        f"Half of the images have {side} pixels or more on their shorter side, and the model gets "
+        f"{size[0]}x{size[1]}: small things disappear. Try a larger --image_size, which takes longer."
+    )
 
 
 def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:

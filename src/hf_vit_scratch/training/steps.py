@@ -25,7 +25,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, targets_of
+from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, scarcity, targets_of
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -104,7 +104,7 @@ def make_choices(
     names = label_names(splits["validation"].features["label"])
     config = model_config(args.model, names, None if start is None else start.model.config)
     if not is_masked(args):
-        fit_to_labels(args, config, splits["train"], recipe)
+        fit_to_labels(args, config, splits["train"], recipe, None if start is None else start.model.config)
     recipe.machine = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
@@ -113,6 +113,9 @@ def make_choices(
     for what, choices in (("machine", recipe.machine), ("images", recipe.choices())):
         if choices:
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
+    judged = not args.data.streaming and "image_size" not in recipe.values("images")  # which has its reason
+    if judged and (problem := auto_config.detail_lost(splits["train"], config.image_height_width)):
+        logger.warning(problem)
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     return config, start
@@ -130,8 +133,13 @@ def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
     return images
 
 
-def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: Recipe) -> None:
-    """Choose the loss, the metric and the units by the labels of the training rows, and refuse what does not fit."""
+def fit_to_labels(
+    args: Arguments, config: ViTScratchConfig, rows: Any, recipe: Recipe, start: ViTScratchConfig | None
+) -> None:
+    """Choose the loss, the metric and the units by the labels of the training rows, and refuse what does not fit.
+
+    A model that starts from one of the same numbers (`start`) keeps their units, as it keeps its classifier.
+    """
     training, feature = args.training, rows.features["label"]
     kind, data = problem_type(feature), args.data.data
     single = kind == "single_label_classification"
@@ -152,13 +160,16 @@ def fit_to_labels(args: Arguments, config: ViTScratchConfig, rows: Any, recipe: 
         numbers = targets_of(rows).astype(np.float64)
         config.label_mean = numbers.mean(axis=0).tolist()
         config.label_scale = np.where(np.ptp(numbers, axis=0) > 0, numbers.std(axis=0), 1.0).tolist()
+        if start is not None and (start.problem_type, start.id2label) == (kind, config.id2label):
+            config.label_mean, config.label_scale = start.label_mean, start.label_scale
         if recipe.values("flag").get("label_smoothing_factor"):
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
     elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
         helped = training.balanced_sampling or args.mixing.class_weighting != "none"
-        if (problem := imbalance(rows)) and not helped:
-            logger.warning(problem)
+        for problem in (None if helped else imbalance(rows), None if start else scarcity(rows)):
+            if problem:
+                logger.warning(problem)
 
 
 def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None") -> ViTImageProcessor:
