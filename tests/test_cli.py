@@ -46,7 +46,7 @@ def test_recipes_are_listed_with_purpose_and_result(capsys):
     assert "a small ViT on 1,797 real handwritten digits" in digits
     assert "Result    test accuracy 99.0% (98.6, 99.2 and 99.2 with the seeds 42, 1 and 2)" in digits
     assert "learned positions" not in digits  # the header goes on with sources and trials
-    assert names.index("your_images") < names.index("cifar10_gpu")  # which was not run
+    assert names.index("your_images") < names.index("cifar10_bert_tutorial")  # which was not run
 
 
 def test_arguments_and_exit_code_are_those_of_the_subcommand(monkeypatch):
