@@ -104,5 +104,5 @@ class Mixup(MixingArguments):
 
         Shapes: float (B, C, height, width) twice, (B,), (4, B) -> that of the first.
         """
-        mixed = torch.lerp(others, images, to_device(share, images)[:, None, None, None])
-        return torch.where(inside(rectangles, images), others, mixed)
+        own = to_device(share, images)[:, None, None, None].masked_fill(inside(rectangles, images), 0.0)
+        return torch.lerp(others, images, own)

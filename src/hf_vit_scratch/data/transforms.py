@@ -203,9 +203,11 @@ def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
 
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
-    chosen = rng.uniform() < probability
-    rectangles = _rectangles(rng, [images.shape[-2:]] * len(images), (0.02, 0.33), (0.3, 3.3))
-    return images.masked_fill(inside(rectangles * chosen, images), value)
+    chosen = np.flatnonzero(rng.uniform() < probability)
+    rectangles = _rectangles(rng, [images.shape[-2:]] * len(images), (0.02, 0.33), (0.3, 3.3))[:, chosen]
+    places = to_device(chosen, images, torch.int64)
+    erased = images.index_select(0, places).masked_fill_(inside(rectangles, images), value)
+    return images.index_copy(0, places, erased)
 
 
 def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.TrivialAugmentWide, fill: int) -> Tensor:
