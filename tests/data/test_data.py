@@ -83,7 +83,7 @@ def test_split_folders_are_used_as_they_are(tmp_path, photographs):
             for number in range(count):
                 photograph.resize((20, 20)).save(tmp_path / split / name / f"train_{number}.png")
 
-    splits = load_splits(str(tmp_path))
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
 
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4, "test": 6}
 
@@ -94,7 +94,7 @@ def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_
     write_parquet(tmp_path / "data.parquet", features, picture=photographs * 10, label=names, year=[2000] * 20)
 
     for source in (tmp_path, tmp_path / "data.parquet"):
-        splits = load_splits(str(source))
+        splits = load_splits(str(source), near_duplicates="ignore")
 
         assert splits["train"].column_names == ["image", "label"]
         assert splits["train"].features["label"].names == ["flower", "temple"]
@@ -141,7 +141,7 @@ def test_rare_class_is_in_every_split(tmp_path, photographs):
 
 
 def test_fraction_that_leaves_too_little_is_refused(class_folders):
-    with pytest.raises(UserError, match=r"the class 'flower' has too few images to cut .*: one is left"):
+    with pytest.raises(UserError, match=r"the class '(flower|temple)' has too few images to cut .*: one is left"):
         load_splits(str(class_folders), validation_fraction=0.99)
 
 
@@ -165,7 +165,7 @@ def test_test_split_without_labels_is_not_used(tmp_path, photographs):
         images = (photographs * 10)[: len(labels)]
         write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", features, image=images, label=labels)
 
-    splits = load_splits(str(tmp_path))
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
 
     assert min(splits["test"]["label"]) == 0
 
@@ -178,7 +178,7 @@ def test_a_split_can_serve_another_purpose(tmp_path, photographs):
             image=(photographs * 10)[:count], label=([0, 1] * 10)[:count],
         )  # fmt: skip
 
-    splits = load_splits(str(tmp_path), test_split="validation")
+    splits = load_splits(str(tmp_path), test_split="validation", near_duplicates="ignore")
 
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 18, "validation": 2, "test": 6}
 
@@ -249,7 +249,9 @@ def test_class_may_be_called_train(tmp_path, photographs):
         for number in range(4):
             photographs[0].resize((8, 8)).save(tmp_path / name / f"{number}.png")
 
-    assert load_splits(str(tmp_path))["train"].features["label"].names == ["car", "plane", "train"]
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
+
+    assert splits["train"].features["label"].names == ["car", "plane", "train"]
 
 
 def test_empty_class_folder_is_refused(class_folders):

@@ -5,9 +5,13 @@ import io
 import numpy as np
 import torch
 from PIL import Image
+from transformers import ViTImageProcessor
 from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.groups import LISTING
+from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation import report
 
 
@@ -73,3 +77,18 @@ def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_clas
         "Test loss    0.250",
         "Training     12.0 minutes",
     ]
+
+
+def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class_folders):
+    rows = load_splits(str(class_folders), listing=tmp_path / LISTING)["test"]
+    (tmp_path / LISTING).write_text(
+        "image_1,split_1,image_2,split_2,same_label\na,train,b,test,True\nc,test,d,test,True\n"
+    )
+    dataset = ImageClassificationDataset(rows, ViTImageProcessor())
+    summaries = (np.zeros((len(rows), 2), int), np.full(len(rows), 0.9), np.zeros(len(rows)))
+    outputs = PredictionOutput(summaries, np.array(rows["label"]), METRICS)
+
+    found = report.write_report(outputs, dataset, str(class_folders), "train", tmp_path)
+
+    assert found["near_duplicates"] == 2
+    assert "Near duplicates         2 pairs, none of them in two splits" in report.summary(found, len(rows))

@@ -7,14 +7,11 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
 import datasets
-import joblib
 import numpy as np
 import torch
 from datasets import Dataset
@@ -27,7 +24,7 @@ from transformers import ViTImageProcessor, default_data_collator
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
 from .cache import ImageCache, keep_in_file, keep_in_memory
-from .images import decode_image, size_and_mode
+from .images import decode_image, map_images, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
 from .targets import targets_of
@@ -39,9 +36,6 @@ logger = logging.getLogger(__name__)
 DECODED_BYTES_KEPT = 2 * 2**30
 # Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
 KEPT_FOR_CROPS = 1.5
-# Smaller images are decoded one after the other, because threads would spend the time on waiting for Python's lock
-# (benchmarks/2026-11-25_data_path.md).
-PIXELS_FOR_THREADS = 250**2
 # Other devices lack some of the operations, so their batches are transformed on the CPU.
 TRANSFORM_DEVICES = ("cpu", "cuda")
 
@@ -220,14 +214,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             image = self.batch_transform.decode(row, f"image {index}")
             images[index] = self.batch_transform.resize(image[None], size)[0].permute(1, 2, 0)
 
-        (width, height), _ = size_and_mode(self.rows[0]["image"], name="image 0")
-        # `decode_image` changes the filters of warnings, which threads share: they are restored at the end.
-        with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
-            in_turn: Any = map if width * height < PIXELS_FOR_THREADS else pool.map
-            for start in range(0, len(self), 1000):
-                indices = range(start, min(start + 1000, len(self)))
-                for _ in in_turn(decode, indices, self.rows[indices]["image"]):  # raises what a thread raised
-                    pass
+        for _ in map_images(decode, self.rows):
+            pass
 
     def __getitem__(self, key: int | Sample) -> dict[str, Any]:
         """Return a batch of one image."""

@@ -2,16 +2,20 @@
 
 import io
 import logging
+import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import joblib
 import numpy as np
 import torch
+from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
@@ -22,8 +26,12 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
 MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
+# Smaller images are decoded one after the other, because threads would spend the time on waiting for Python's lock
+# (benchmarks/2026-11-25_data_path.md).
+PIXELS_FOR_THREADS = 250**2
 # Pillow starts Ghostscript for these.
 PROGRAM_FORMATS = ("EPS",)
 # Modes of one channel whose values RGB cannot hold: Pillow clips them at 255.
@@ -132,6 +140,22 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
     with open_image(row, name) as image:
         lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.size[::-1] if lies_on_its_side else image.size), image.mode
+
+
+def map_images(function: Callable[[int, dict[str, Any]], Result], rows: Dataset) -> Iterator[Result]:
+    """Yield what a function returns for the number and the encoded image of each row, by several threads.
+
+    The column `image` must be of `datasets.Image(decode=False)`.
+    """
+    is_large = False
+    with suppress(UserError):  # which the function raises, if it needs that image
+        is_large = math.prod(size_and_mode(rows[0]["image"], name="image 0")[0]) >= PIXELS_FOR_THREADS
+    # `open_image` changes the filters of warnings, which threads share: they are restored at the end.
+    with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
+        in_turn: Any = pool.map if is_large else map
+        for start in range(0, len(rows), 1000):
+            numbers = range(start, min(start + 1000, len(rows)))
+            yield from in_turn(function, numbers, rows[numbers]["image"])  # raises what a thread raised
 
 
 def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:

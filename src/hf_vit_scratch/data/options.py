@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UserError
 
 CORRUPT_POLICIES = ("raise", "skip")
+NEAR_DUPLICATES = ("keep_together", "drop", "ignore")
 CLASS_WEIGHTINGS = ("none", "balanced")
 AUGMENT_POLICIES = ("randaugment", "trivialaugment")
 
@@ -19,6 +20,7 @@ RULES: dict[str, Rule] = {
     "validation_fraction": BETWEEN,
     "test_fraction": BETWEEN,
     "corrupt_images": (f"be one of {', '.join(CORRUPT_POLICIES)}", lambda value: value in CORRUPT_POLICIES),
+    "near_duplicates": (f"be one of {', '.join(NEAR_DUPLICATES)}", lambda value: value in NEAR_DUPLICATES),
     "random_resized_crop_scale": ("lie in (0, 1]", lambda value: value is None or 0 < value <= 1),
     "horizontal_flip_prob": PROBABILITY,
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
@@ -75,6 +77,14 @@ class DataArguments(_Options):
     validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
     corrupt_images: str = flag("raise", "What to do with images that cannot be decoded: raise, or skip and name them.")
+    group_by: str | None = flag(
+        None,
+        "Images of one group stay on one side of a split: a column, the folder above a file (1, 2, ...), or a regular "
+        "expression for paths, whose first group counts.",
+    )
+    near_duplicates: str = flag(
+        "keep_together", "What to do with near duplicates: keep them on one side of a split, drop all but one, ignore."
+    )
     follow_links: bool = flag(False, "Let links in a folder, and paths in tables, lead out of it.")
 
 

@@ -22,9 +22,9 @@ from datasets.fingerprint import Hasher
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
-from pyarrow import compute
 
 from ..errors import UserError
+from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import check_header, decode_image, find_image_files, warn_of_others
 from .options import DataArguments
 from .tables import find_columns, find_tables, load_tables
@@ -42,17 +42,21 @@ SPLIT_NAMES = {
 NOT_IN_ROWS = "to stream, the images must be in the rows themselves, as usual in parquet files."
 
 
-def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: Any) -> DatasetDict:
+def load_splits(
+    data: str, *, seed: int = 0, labelled: bool = True, listing: Path | None = None, **choices: Any
+) -> DatasetDict:
     """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
 
     A split that the source does not have is cut from train, with the same share of every class and always the same
-    rows for one seed. From a stream nothing can be cut: a half of validation serves as test, or the other way round.
+    rows for one seed. Near duplicates and groups stay together (`groups.py`). From a stream nothing can be cut: a half
+    of validation serves as test, or the other way round.
     Of a stream, `train` is an `IterableDataset` that is read while training, and the other splits are downloaded.
 
     Args:
         data: Source, as in `DataArguments`.
         seed: Chooses the rows that are cut.
         labelled: If false, labels are not read, a folder may hold images anywhere, and all have the label 0.
+        listing: File for a list of near duplicates, if there are any.
         choices: Other fields of `DataArguments`.
 
     Raises:
@@ -83,8 +87,9 @@ def load_splits(data: str, *, seed: int = 0, labelled: bool = True, **choices: A
             refuse_unknown_labels(data, split, rows)
             rows = without_corrupt(data, split, rows) if args.corrupt_images == "skip" else rows
         splits[name] = rows
-    _cut_the_missing(args, splits, seed)
-    return DatasetDict({name: splits[name] for name in SPLIT_NAMES})
+    splits, groups = (splits, None) if args.streaming else keep_together(args, splits, listing)
+    cut_the_missing(args, splits, groups, seed)
+    return DatasetDict({name: splits[name].select_columns(["image", "label"]) for name in SPLIT_NAMES})
 
 
 def load_split(args: DataArguments, split: str | None) -> Dataset:
@@ -95,7 +100,9 @@ def load_split(args: DataArguments, split: str | None) -> Dataset:
     """
     source = _load_source(args, labelled=True)
     name = find_split(args.data, split or (next(iter(source)) if len(source) == 1 else "test"), source)
-    rows = _name_columns(replace(args, train_split=name), DatasetDict({name: source[name]}), labelled=True)[name]
+    rows = _name_columns(
+        replace(args, train_split=name, group_by=None), DatasetDict({name: source[name]}), labelled=True
+    )[name]
     refuse_unknown_labels(args.data, name, rows)
     return without_corrupt(args.data, name, rows) if args.corrupt_images == "skip" else rows
 
@@ -140,10 +147,7 @@ def fingerprint(splits: DatasetDict) -> str:
     """Return what tells splits from others: their sizes, and a hash of the labels and file names in their order."""
     digest = hashlib.sha256()
     for split, rows in splits.items():
-        paths = compute.struct_field(rows.data.column("image"), "path")  # of the whole source; no bytes are read
-        if rows._indices is not None:
-            paths = paths.take(rows._indices.column(0))
-        names = [os.path.basename(path or "") for path in paths.to_pylist()]
+        names = [os.path.basename(path) for path in paths_of(rows)]
         digest.update("\n".join([split, *names]).encode(errors="replace"))
         digest.update(targets_of(rows).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
@@ -254,7 +258,7 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
         files = [(file, name) for name, (images, _) in found.items() for file in images]
         warn_of_others(folder, sum((others for _, others in found.values()), Counter()))
         if labelled:
-            _check_class_folders(folder, files, names, splits["train"])
+            _check_class_folders(folder, files, names, splits["train"], nested=args.group_by is not None)
         elif not files:
             raise UserError(f"{folder}: there are no images.")
         source[split] = Dataset.from_dict(
@@ -297,9 +301,11 @@ def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
     return {"train": root}
 
 
-def _check_class_folders(folder: Path, files: list[tuple[Path, str]], names: list[str], train: Path) -> None:
-    """Refuse class folders that are likely to be something else than meant."""
-    if files and all(file.parent.name not in names for file, _ in files):
+def _check_class_folders(
+    folder: Path, files: list[tuple[Path, str]], names: list[str], train: Path, nested: bool
+) -> None:
+    """Refuse class folders that are likely to be something else than meant; `nested` allows folders in all of them."""
+    if files and not nested and all(file.parent.name not in names for file, _ in files):
         raise UserError(
             f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
             "and test; if they are classes, put their images right into them."
@@ -395,9 +401,10 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
         labels = find_columns(args, "label", classes or named, features)
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
-    source = source.select_columns([image, *labels])
-    if image != "image":  # a name that stays would be refused
-        source = source.rename_column(image, "image")
+    group = [] if args.group_by in (image, *labels) or args.group_by not in features else [args.group_by]
+    source = source.select_columns([image, *labels, *group])
+    for old, new in ((image, "image"), *((name, GROUP) for name in group)):
+        source = source if old == new else source.rename_column(old, new)  # a name that stays would be refused
     if not labelled:
         return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
     return encode_labels(data, source, args.train_split, labels)
@@ -431,51 +438,3 @@ def _version(data: str) -> Any:
         return HfApi().dataset_info(data).sha
     files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _cut_the_missing(args: DataArguments, splits: dict[str, Any], seed: int) -> None:
-    """Cut validation and test from train if there are none, with the same share of every class."""
-    source, fractions = "train", {"validation": args.validation_fraction, "test": args.test_fraction}
-    if args.streaming:  # it cannot be cut: a half of validation serves as test, or the other way round
-        source, fractions = "validation", {"test": 0.5}
-        if source not in splits and "test" in splits:
-            splits[source] = splits.pop("test")
-        if source not in splits:
-            raise UserError(
-                f"{args.data}: a stream cannot be cut, so it needs a validation split. Choose one with "
-                "--validation_split."
-            )
-    rows = splits[source]
-    counts = np.bincount(_strata(rows))
-    for name, fraction in fractions.items():
-        if name not in splits:
-            number = np.maximum(1, np.rint(fraction * counts).astype(int))
-            splits[source], splits[name] = _cut(args.data, splits[source], number, seed)
-            share = f"{len(splits[name])} of the {len(rows)} images of {source} ({100 * fraction:g}%)"
-            logger.info("%s: %s cut for %s", args.data, share, name)
-
-
-def _strata(rows: Dataset) -> np.ndarray:
-    """Return the classes of the rows; 0 for all where a row has no single class."""
-    targets = targets_of(rows)
-    return targets if targets.ndim == 1 else np.zeros(len(targets), int)
-
-
-def _cut(data: str, rows: Dataset, counts: np.ndarray, seed: int) -> tuple[Dataset, Dataset]:
-    """Cut `counts[c]` images of each class c from the rows, but leave one.
-
-    `Dataset.train_test_split` stratifies too, but leaves small classes out of the cut, or refuses them.
-    """
-    generator = np.random.default_rng(seed)
-    labels = _strata(rows)
-    cut = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        places = generator.permutation(np.flatnonzero(labels == label))
-        if len(places) == 1:
-            raise UserError(
-                f"{data}: the class {label_names(rows.features['label'])[label]!r} has too few images to cut a "
-                "validation and a test split from the training images: one is left. Add images, or give splits of "
-                "your own (folders train, val and test)."
-            )
-        cut[places[: min(counts[label], len(places) - 1)]] = True
-    return rows.select(np.flatnonzero(~cut)), rows.select(np.flatnonzero(cut))

@@ -156,6 +156,8 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
             low, high = wilson_interval(mean, first["images"])
             text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"
         results[f"test {TITLES.get(name, name.replace('_', ' '))}"] = text
+    if "near_duplicates" in first:
+        results["near duplicates"] = f"{first['near_duplicates']} pairs, none of them in two splits"
     return results
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
+from ..data.groups import LISTING
 from ..data.images import decode_image, denormalize
 from ..data.masking import MaskedImageDataset
 from ..data.targets import label_names
@@ -62,6 +63,8 @@ def write_report(
     """Write what was found on a split into a folder, with the worst mistakes, and return it."""
     on_the_hub = data != "digits" and not Path(data).expanduser().exists()
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    if (listing := output_dir / LISTING).is_file():
+        report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
     if not isinstance(dataset, MaskedImageDataset):
         names = label_names(dataset.rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}

@@ -226,6 +226,7 @@ def refuse_whole_data(args: Arguments) -> None:
             "--cache_images": training.cache_images,
             "--max_train_minutes": training.max_train_minutes is not None,
             "--validation_fraction": data.validation_fraction != DataArguments.validation_fraction,
+            "--group_by": data.group_by is not None,
             "--test_fraction": data.test_fraction != DataArguments.test_fraction,
         },
     )

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.augmentation import training_stages
 from ..data.dataset import ImageClassificationDataset
+from ..data.groups import LISTING
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
@@ -73,7 +74,8 @@ def load_data(args: Arguments) -> DatasetDict:
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             splits = load_splits(**vars(args.data), seed=training.seed)
     else:
-        splits = load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args))
+        listing = Path(training.output_dir) / LISTING if training.should_save else None
+        splits = load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args), listing=listing)
     for name, rows in splits.items():
         if isinstance(rows, Dataset) and len(rows) < training.world_size:
             raise UserError(

@@ -1,0 +1,203 @@
+"""Images that belong together, near duplicates and the groups of `--group_by`, and splits that do not part them."""
+
+import csv
+import logging
+import re
+from itertools import combinations
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from pyarrow import compute
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from ..errors import UserError
+from .near_duplicates import find_near_duplicates
+from .options import DataArguments
+from .targets import label_names, targets_of
+
+logger = logging.getLogger(__name__)
+
+LISTING = "_near_duplicates.csv"  # in the folder of a run; what begins with "_" is never uploaded
+GROUP = "_group"  # name of the column
+ORDER = ("train", "validation", "test")  # the last split that has images of a group keeps them
+
+
+def keep_together(
+    args: DataArguments, splits: dict[str, Dataset], listing: Path | None
+) -> tuple[dict[str, Dataset], NDArray[Any]]:
+    """Return splits of which no two have images of one group, and the group of each row of train.
+
+    A group that is in several stays in the last one of train, validation and test. Near duplicates are one group.
+
+    Args:
+        args: What the groups are, and what happens to near duplicates.
+        splits: Rows with the columns `image` and `label`.
+        listing: File for a list of near duplicates, if there are any.
+
+    Raises:
+        UserError: The groups cannot be found, or there is nothing left of a split.
+    """
+    splits = {name: splits[name] for name in ORDER if name in splits}
+    places = np.repeat([*splits], [len(split) for split in splits.values()])
+    kept, pairs = np.ones(len(places), bool), np.empty((0, 2), np.int64)
+    if args.near_duplicates != "ignore":
+        pairs = find_near_duplicates(splits.values())
+        if args.near_duplicates == "drop":
+            kept[pairs[:, 0]] = False
+        if len(pairs):
+            _list_near_duplicates(args, splits, places, pairs, listing)
+    links = pairs
+    if args.group_by is not None:
+        named = [name for rows in splits.values() for name in _group_names(args, rows)]
+        names = np.unique(named, return_inverse=True)[1]
+        order = names.argsort(kind="stable")
+        neighbors = np.stack((order[:-1], order[1:]), axis=1)
+        links = np.concatenate((pairs, neighbors[names[order[:-1]] == names[order[1:]]]))
+    graph = coo_array((np.ones(len(links), bool), links.T), shape=(len(places), len(places)))
+    groups = connected_components(graph, directed=False)[1]
+    for earlier, later in combinations(splits, 2):
+        shared = kept & (places == earlier) & np.isin(groups, groups[kept & (places == later)])
+        if shared.any():
+            kept &= ~shared
+            why = f"because {later} has images of the same groups, or near duplicates of them"
+            logger.warning("%s: %d images of %s are not used, %s.", args.data, shared.sum(), earlier, why)
+    for name, split in splits.items():
+        kept_rows = np.flatnonzero(kept[places == name])
+        if not len(kept_rows):
+            raise UserError(f"{args.data}: all images of {name} are also in other splits, or in their groups.")
+        splits[name] = split if len(kept_rows) == len(split) else split.select(kept_rows)
+    return splits, groups[kept & (places == "train")]
+
+
+def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
+    """Return the name of the group of each row."""
+    by = str(args.group_by)
+    if GROUP in rows.column_names:
+        return [str(name) for name in rows[GROUP][:]]
+    level = int(by) if by.isdecimal() else None
+    try:
+        pattern = re.compile(by)
+    except re.error as error:
+        raise UserError(
+            f"group_by must be a column, a number or a regular expression, got {by!r}: {error}."
+        ) from error
+    names = []
+    for path in paths_of(rows):
+        match = pattern.search(path) if level is None else None
+        if match is not None:
+            names.append(match[1] if match.lastindex else match[0])
+        elif level is not None and 0 < level < len(PurePath(path).parts):
+            names.append(PurePath(path).parts[-1 - level])
+        else:
+            raise UserError(
+                f"{args.data}: every image needs a group, but group_by {by!r} is no column, and finds none in "
+                f"the path {path!r}. Choose another column, folder or expression."
+            )
+    return names
+
+
+def paths_of(rows: Dataset) -> list[str]:
+    """Return the path of each image, empty if it has none."""
+    paths = compute.struct_field(rows.data.column("image"), "path")  # of the whole source; no bytes are read
+    if rows._indices is not None:
+        paths = paths.take(rows._indices.column(0))
+    return [path or "" for path in paths.to_pylist()]
+
+
+def _list_near_duplicates(
+    args: DataArguments,
+    splits: dict[str, Dataset],
+    places: NDArray[Any],
+    pairs: NDArray[np.int64],
+    listing: Path | None,
+) -> None:
+    """Log how many near duplicates there are, and write them into a file."""
+    targets = np.concatenate([targets_of(rows) for rows in splits.values()])
+    same = (targets[pairs[:, 0]] == targets[pairs[:, 1]]).reshape(len(pairs), -1).all(axis=1)
+    across = places[pairs[:, 0]] != places[pairs[:, 1]]
+    logger.warning(
+        "%s: %d pairs of near duplicates, %d of them in two splits, %d with different labels. %s%s.",
+        args.data,
+        len(pairs),
+        across.sum(),
+        (~same).sum(),
+        "One of each is used" if args.near_duplicates == "drop" else "They are kept on one side of a split",
+        f"; {listing} lists them" if listing else "",
+    )
+    if listing is not None:
+        paths = [(row, path) for rows in splits.values() for row, path in enumerate(paths_of(rows))]
+        names = [path or f"image {row}" for row, path in paths]
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        with listing.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["image_1", "split_1", "image_2", "split_2", "same_label"])
+            for (one, other), alike in zip(pairs.tolist(), same.tolist(), strict=True):
+                table.writerow([names[one], places[one], names[other], places[other], alike])
+
+
+def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray[Any] | None, seed: int) -> None:
+    """Cut validation and test from train if there are none, in whole groups, with the same share of every class."""
+    source, fractions = "train", {"validation": args.validation_fraction, "test": args.test_fraction}
+    if args.streaming:  # it cannot be cut: a half of validation serves as test, or the other way round
+        source, fractions = "validation", {"test": 0.5}
+        if source not in splits and "test" in splits:
+            splits[source] = splits.pop("test")
+        if source not in splits:
+            raise UserError(
+                f"{args.data}: a stream cannot be cut, so it needs a validation split. Choose one with "
+                "--validation_split."
+            )
+    rows = splits[source]
+    counts, groups = np.bincount(_strata(rows)), np.arange(len(rows)) if groups is None else groups
+    for name, fraction in fractions.items():
+        if name not in splits:
+            wanted = np.maximum(1, np.rint(fraction * counts).astype(int))
+            is_cut = _choose(args.data, splits[source], groups, wanted, seed)
+            splits[name] = splits[source].select(np.flatnonzero(is_cut))
+            splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
+            share = f"{len(splits[name])} of the {len(rows)} images of {source} ({100 * fraction:g}%)"
+            logger.info("%s: %s cut for %s", args.data, share, name)
+
+
+def _strata(rows: Dataset) -> NDArray[Any]:
+    """Return the classes of the rows; 0 for all where a row has no single class."""
+    targets = targets_of(rows)
+    return targets if targets.ndim == 1 else np.zeros(len(targets), int)
+
+
+def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any], seed: int) -> NDArray[np.bool_]:
+    """Choose about `wanted[c]` rows of each class c, in whole groups, but leave one of each class.
+
+    Groups come in random order. One is chosen if that brings the counts closer to those wanted.
+    """
+    labels = _strata(rows)
+    left = np.bincount(labels, minlength=len(wanted))
+    if (alone := np.flatnonzero(left == 1)).size:
+        raise UserError(
+            f"{data}: the class {label_names(rows.features['label'])[alone[0]]!r} has too few images to cut a "
+            "validation and a test split from the training images: one is left. Add images, or give splits of "
+            "your own (folders train, val and test)."
+        )
+    order = groups.argsort(kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    wanted, chosen = np.minimum(wanted, left - 1), np.zeros(len(rows), bool)
+    for number in np.random.default_rng(seed).permutation(len(members)):
+        of_group = members[number]
+        classes, sizes = np.unique(labels[of_group], return_counts=True)
+        closer = (abs(wanted[classes] - sizes) - abs(wanted[classes])).sum() < 0
+        if closer and (sizes < left[classes]).all():
+            chosen[of_group] = True
+            wanted[classes] -= sizes
+            left[classes] -= sizes
+            if (wanted <= 0).all():
+                break
+    if not chosen.any():
+        raise UserError(
+            f"{data}: none of the {len(members)} groups of images is small enough to be cut. Use larger fractions, "
+            "other groups, or splits of your own (folders train, val and test)."
+        )
+    return chosen

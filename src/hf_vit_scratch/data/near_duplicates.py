@@ -1,0 +1,82 @@
+"""Near duplicates: images that were copied, resized, compressed again or mirrored."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..errors import UserError
+from .images import decode_image, map_images
+
+SIDE = 12  # pixels of a thumbnail
+COMPONENTS = 64
+SIMILARITY = 0.9  # least cosine of near duplicates; that of two other images is around 0, with a deviation of 1/8
+CONTRAST = 2.0  # least standard deviation of the pixels, of 255: a blank page is nobody's duplicate
+DIFFERENCE = 20.0  # their largest root mean square difference, of 255
+MOST_SAMPLES = 20_000  # images whose principal components are found
+BLOCK = 512  # images that are compared with all others at once
+MOST_MATCHES = 20  # later images that one is listed with
+
+
+def find_near_duplicates(splits: Iterable[Dataset]) -> NDArray[np.int64]:
+    """Return the pairs of images that are alike, or mirror images of each other: (M, 2), the lower number first.
+
+    Images are numbered through all splits. Those that cannot be decoded are left out.
+    """
+
+    def shrink(number: int, row: dict[str, Any]) -> NDArray[np.uint8] | None:
+        try:
+            image = decode_image(row, f"image {number}", enough=2 * SIDE)
+        except UserError:
+            return None
+        return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+
+    encoded = [rows.cast_column("image", datasets.Image(decode=False)) for rows in splits]
+    thumbnails = [image for rows in encoded for image in map_images(shrink, rows)]
+    decoded = np.array([number for number, image in enumerate(thumbnails) if image is not None], np.int64)
+    images = [image for image in thumbnails if image is not None]
+    return decoded[compare(np.stack(images))] if images else np.empty((0, 2), np.int64)
+
+
+def compare(images: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the pairs of near duplicates among thumbnails (N, 12, 12, 3), as `find_near_duplicates`.
+
+    They are compared by the cosine of their whitened principal components. So what all images of a data set share,
+    such as a white background, does not count. An image is listed with at most 20 later ones.
+    """
+
+    def shapes(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        pixels = images.reshape(len(images), -1).astype(np.float32)
+        centered = pixels - pixels.mean(axis=1, keepdims=True)
+        return centered / np.maximum(centered.std(axis=1, keepdims=True), CONTRAST)
+
+    number = len(images)
+    sample = shapes(images[:: math.ceil(number / MOST_SAMPLES)])
+    center = sample.mean(axis=0)
+    variances, axes = np.linalg.eigh(np.cov((sample - center).T, bias=True))
+    # With as many components as images, all images would be equally far from each other.
+    components = min(COMPONENTS, max(1, number // 2))
+    axes = (axes[:, -components:] / np.sqrt(np.maximum(variances[-components:], 1e-6))).astype(np.float32)
+
+    def vectors(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        projected = np.concatenate([(shapes(images[i : i + BLOCK]) - center) @ axes for i in range(0, number, BLOCK)])
+        return projected / np.maximum(np.linalg.norm(projected, axis=1, keepdims=True), 1e-6)
+
+    views = (images, images[:, :, ::-1])
+    plain, mirrored = (vectors(view) for view in views)
+    plain[images.reshape(number, -1).std(axis=1, dtype=np.float32) < CONTRAST] = 0
+    pairs: list[tuple[int, int]] = []
+    for start in range(0, number, BLOCK):
+        block = plain[start : start + BLOCK]
+        alike = np.triu((block @ plain[start:].T >= SIMILARITY) | (block @ mirrored[start:].T >= SIMILARITY), 1)
+        for row in np.flatnonzero(alike.any(axis=1)):
+            others, image = start + np.flatnonzero(alike[row]), images[start + row].astype(np.float32)
+            differences = [np.square(view[others] - image).mean(axis=(1, 2, 3)) for view in views]
+            matches = others[np.minimum(*differences) <= DIFFERENCE**2][:MOST_MATCHES]
+            pairs += [(start + int(row), int(match)) for match in matches]
+    return np.array(pairs, np.int64).reshape(-1, 2)

@@ -1,0 +1,224 @@
+"""Near duplicates and groups stay on one side of every split."""
+
+import csv
+import io
+from itertools import combinations
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Image as ImageFeature
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from hf_vit_scratch.data import near_duplicates
+from hf_vit_scratch.data.groups import cut_the_missing, keep_together
+from hf_vit_scratch.data.near_duplicates import find_near_duplicates
+from hf_vit_scratch.data.options import DataArguments
+from hf_vit_scratch.data.splits import load_split, load_splits
+from hf_vit_scratch.errors import UserError
+
+LABELS = ClassLabel(names=["a", "b", "c"])
+
+
+def rows_of(pictures, labels=None, **columns):
+    features = {"image": ImageFeature(), "label": LABELS} | {name: Value("string") for name in columns}
+    labels = [0] * len(pictures) if labels is None else labels
+    return Dataset.from_dict({"image": pictures, "label": labels, **columns}, features=Features(features))
+
+
+def pictures_of(number, seed=0):
+    """Smooth patterns of random colors, of different sizes."""
+    rng = np.random.default_rng(seed)
+    patterns = rng.integers(0, 256, (number, 6, 6, 3), np.uint8)
+    return [Image.fromarray(pattern).resize(rng.integers(60, 120, 2).tolist(), 3) for pattern in patterns]
+
+
+def compressed(picture):
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=50)
+    return Image.open(file)
+
+
+COPIES = {
+    "exact": lambda picture: picture,
+    "compressed": compressed,
+    "smaller": lambda picture: picture.resize((40, 40)),
+    "stretched": lambda picture: picture.resize((90, 60)),
+    "mirrored": ImageOps.mirror,
+}
+
+
+def save(folder, pictures, names):
+    for picture, name in zip(pictures, names, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / name)
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_are_found_and_nothing_else(kind):
+    pictures = pictures_of(200)
+    copies = [COPIES[kind](picture) for picture in pictures[:50]]
+
+    pairs = find_near_duplicates([rows_of(pictures), rows_of(copies)])
+
+    found = set(map(tuple, pairs.tolist()))
+    assert len(found & {(number, 200 + number) for number in range(50)}) >= 49
+    assert len(found) <= 50
+
+
+def test_blank_pages_and_broken_images_are_nobodys_duplicates():
+    blank, broken = Image.new("RGB", (50, 50), "white"), {"path": None, "bytes": b"no image"}
+    pictures = [broken, blank, blank, *pictures_of(5), broken]
+
+    assert find_near_duplicates([rows_of(pictures)]).tolist() == []
+
+
+def test_no_image_at_all_has_no_duplicates():
+    assert find_near_duplicates([rows_of([{"path": None, "bytes": b"no image"}])]).shape == (0, 2)
+
+
+def test_blocks_do_not_change_what_is_found(monkeypatch):
+    pictures = pictures_of(60)
+    rows = rows_of([*pictures, *map(ImageOps.mirror, pictures[:20])])
+    whole = find_near_duplicates([rows]).tolist()
+    monkeypatch.setattr(near_duplicates, "BLOCK", 7)
+
+    assert find_near_duplicates([rows]).tolist() == whole
+    assert len(whole) >= 20
+
+
+def test_train_loses_what_the_test_split_has_and_a_file_lists_it(tmp_path):
+    pictures = pictures_of(40)
+    names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(40)]
+    save(tmp_path / "photos", pictures, names)
+    save(tmp_path / "photos", pictures_of(6, seed=1), [f"test/{'ab'[n % 2]}/{n}.png" for n in range(6)])
+    save(tmp_path / "photos", [compressed(pictures[3])], ["test/a/copy.png"])  # with another label
+
+    splits = load_splits(str(tmp_path / "photos"), listing=tmp_path / "list.csv", validation_fraction=0.1)
+
+    paths = [image.filename for image in (*splits["train"]["image"], *splits["validation"]["image"])]
+    assert len(paths) == 39
+    assert str(tmp_path / "photos" / names[3]) not in paths
+    assert len(splits["test"]) == 7
+    (row,) = csv.DictReader((tmp_path / "list.csv").read_text().splitlines())
+    assert row["image_1"].endswith(names[3])
+    assert row["image_2"].endswith("test/a/copy.png")
+    assert (row["split_1"], row["split_2"], row["same_label"]) == ("train", "test", "False")
+
+
+def test_near_duplicates_are_counted_in_the_log(caplog):
+    pictures = pictures_of(20)
+    splits = {"train": rows_of(pictures), "test": rows_of([pictures[0], pictures[1]], [0, 1])}
+
+    keep_together(DataArguments(data="here"), splits, None)
+
+    assert "here: 2 pairs of near duplicates, 2 of them in two splits, 1 with different labels." in caplog.text
+
+
+def test_all_images_of_a_split_that_are_elsewhere_are_refused():
+    pictures = pictures_of(8)
+    splits = {"train": rows_of(pictures), "test": rows_of(pictures)}
+
+    with pytest.raises(UserError, match=r"all images of train are also in other splits"):
+        keep_together(DataArguments(), splits, None)
+
+
+def test_one_of_each_near_duplicate_is_left_where_asked():
+    pictures = pictures_of(30)
+    splits = {"train": rows_of([*pictures, *pictures[:5]]), "test": rows_of(pictures[:2])}
+
+    result, _ = keep_together(DataArguments(near_duplicates="drop"), splits, None)
+
+    assert {name: len(rows) for name, rows in result.items()} == {"train": 28, "test": 2}
+    assert find_near_duplicates(result.values()).tolist() == []
+
+
+def test_near_duplicates_are_ignored_where_asked():
+    pictures = pictures_of(8)
+    splits = {"train": rows_of(pictures), "test": rows_of(pictures)}
+
+    result, groups = keep_together(DataArguments(near_duplicates="ignore"), splits, None)
+
+    assert {name: len(rows) for name, rows in result.items()} == {"train": 8, "test": 8}
+    assert sorted(groups) == list(range(8))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 15)), min_size=30, max_size=120),
+    st.floats(0.05, 0.4),
+    st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_groups_never_cross_and_every_class_stays_in_train(table, fraction, seed):
+    labels, groups = np.array(table).T
+    if np.bincount(labels, minlength=3)[np.unique(labels)].min() < 2:
+        return
+    pixels = Image.new("L", (2, 2))
+    splits = {"train": rows_of([pixels] * len(table), labels, group=[str(group) for group in groups])}
+
+    try:
+        cut_the_missing(DataArguments(validation_fraction=fraction, test_fraction=fraction), splits, groups, seed)
+    except UserError as error:  # few large groups
+        assert "small enough to be cut" in str(error) or "too few images" in str(error)  # noqa: PT017
+        return
+
+    for one, other in combinations(splits.values(), 2):
+        assert not {*one["group"]} & {*other["group"]}
+    assert {*splits["train"]["label"]} == {*labels.tolist()}
+    assert sum(map(len, splits.values())) == len(table)
+
+
+def test_cut_in_groups_has_the_share_of_every_class():
+    labels = np.repeat([0, 1], [900, 300])
+    groups = np.concatenate([np.arange(900) // 3, 300 + np.arange(300) // 3])
+    splits = {"train": rows_of([Image.new("L", (2, 2))] * 1200, labels)}
+
+    cut_the_missing(DataArguments(validation_fraction=0.1, test_fraction=0.2), splits, groups, 0)
+
+    assert np.bincount(splits["validation"]["label"]).tolist() == [90, 30]
+    assert np.bincount(splits["test"]["label"]).tolist() == [180, 60]
+
+
+@pytest.mark.parametrize("by", ["1", r"/(x\d+)p/", r"x\d+", "patient"])
+def test_groups_come_from_a_folder_an_expression_or_a_column(tmp_path, by):
+    names = [f"{'ab'[number % 2]}/x{number // 6}p/{number}.png" for number in range(60)]
+    save(tmp_path, pictures_of(60), names)
+    lines = [f"{name},{name[0]},{name.split('/')[1]}" for name in names]
+    if by == "patient":
+        (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label,patient", *lines]))
+
+    splits = load_splits(str(tmp_path), group_by=by, test_fraction=0.2)
+
+    patients = [{image.filename.split("/")[-2] for image in rows["image"]} for rows in splits.values()]
+    assert [len(of_split) for of_split in patients] == [7, 1, 2]
+    assert len(set.union(*patients)) == 10
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ("([", r"group_by must be a column, a number or a regular expression, got '\(\['"),
+        ("99", r"every image needs a group, but group_by '99' is no column, and finds none in the path '.*00\.jpg'"),
+        ("patient", r"every image needs a group, but group_by 'patient' is no column"),
+    ],
+)
+def test_groups_that_cannot_be_found_are_refused(class_folders, by, message):
+    with pytest.raises(UserError, match=message):
+        load_splits(str(class_folders), group_by=by)
+
+
+def test_one_group_cannot_be_cut(class_folders):
+    with pytest.raises(UserError, match=r"none of the 1 groups of images is small enough to be cut"):
+        load_splits(str(class_folders), group_by="photos")
+
+
+def test_column_of_groups_is_not_needed_to_evaluate(tmp_path):
+    save(tmp_path, pictures_of(4), [f"{number}.png" for number in range(4)])
+    lines = [f"{number}.png,{'ab'[number % 2]},{number}" for number in range(4)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label,patient", *lines]))
+
+    rows = load_split(DataArguments(data=str(tmp_path), group_by="patient"), None)
+
+    assert rows.column_names == ["image", "label"]
