@@ -198,6 +198,6 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
     if not chosen.any():
         raise UserError(
             f"{data}: none of the {len(members)} groups of images is small enough to be cut. Use larger fractions, "
-            "other groups, or splits of your own (folders train, val and test)."
+            "other groups, --near_duplicates ignore, or splits of your own (folders train, val and test)."
         )
     return chosen
