@@ -16,6 +16,7 @@ from hf_vit_scratch.training.optimizers import (
     BatchedMuon,
     MuonWithAdamW,
     layer_number,
+    orthogonalize,
     parameter_groups,
     schedule_by_progress,
 )
@@ -162,13 +163,54 @@ def test_matrices_that_are_spread_over_devices_step_as_in_torch():
 
         for parameter, same in zip(spread, whole, strict=True):
             torch.testing.assert_close(parameter.full_tensor(), same, rtol=0, atol=1e-6)
+        with pytest.raises(UserError, match=r"muon_beta2 needs whole matrices"):
+            BatchedMuon(spread, beta2=0.9, adjust_lr_fn="match_rms_adamw").step()
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_optimizer_that_is_loaded_goes_on_as_the_saved_one():
+@pytest.mark.parametrize("shape", [(6, 6), (8, 6), (6, 8)], ids=["square", "tall", "wide"])
+def test_normuon_divides_each_neuron_by_the_root_of_its_mean_square(shape):
+    weights = [nn.Parameter(torch.randn(shape)) for _ in range(3)]
+    expected = [weight.detach().double() for weight in weights]
+    moments, seconds = [torch.zeros(shape, dtype=torch.float64) for _ in weights], [0.0] * 3
+    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = BatchedMuon(weights, torch.float32, 0.8, **options)
+
+    for _ in range(3):
+        for number, weight in enumerate(weights):  # algorithm 1 of the paper, one matrix after the other
+            weight.grad = torch.randn(shape)
+            gradient = weight.grad.double()
+            moments[number] = 0.9 * moments[number] + 0.1 * gradient
+            update = orthogonalize((0.1 * gradient + 0.9 * moments[number])[None], (3.4445, -4.775, 2.0315), 5, 1e-7)[
+                0
+            ]
+            square = update.square().mean(dim=0 if shape[0] < shape[1] else 1, keepdim=True)
+            seconds[number] = 0.8 * seconds[number] + 0.2 * square
+            normalized = update / seconds[number].sqrt()
+            normalized *= update.norm() / normalized.norm()
+            expected[number] = 0.98 * expected[number] - 0.1 * 0.2 * max(shape) ** 0.5 * normalized
+        optimizer.step()
+
+    for weight, true in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.detach().double(), true, rtol=0, atol=1e-5)
+
+
+def test_normuon_keeps_an_update_of_zeros():
+    weight = nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.zeros(4, 4)
+
+    BatchedMuon([weight], beta2=0.9, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+
+    assert torch.equal(weight, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_optimizer_that_is_loaded_goes_on_as_the_saved_one(beta2):
     model = with_gradients(tiny_model())
-    make = lambda m: MuonWithAdamW(parameter_groups(m, learning_rate=0.01, weight_decay=0.1, muon=True))  # noqa: E731
+    make = lambda m: MuonWithAdamW(  # noqa: E731
+        parameter_groups(m, learning_rate=0.01, weight_decay=0.1, muon=True), muon_beta2=beta2
+    )
     optimizer = make(model)
     optimizer.step()
     twin = with_gradients(tiny_model())

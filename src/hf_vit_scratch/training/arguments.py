@@ -61,7 +61,9 @@ FREE_FIELDS = {
 }  # fmt: skip
 ARCHITECTURE = {field.name for field in fields(ModelArguments)} - FREE_FIELDS
 # What a recipe sets for its own model, and not for the one that a flag names.
-RECIPE_MODEL = ARCHITECTURE | {"image_size", "initial_image_size", "initial_image_size_fraction", "whiten_patches"}
+RECIPE_MODEL = ARCHITECTURE | {
+    "image_size", "initial_image_size", "initial_image_size_fraction", "whiten_patches", "local_attention",
+}  # fmt: skip
 
 
 def is_starting_model(model: str | None) -> bool:
@@ -99,8 +101,12 @@ class ViTTrainingArguments(TrainingArguments):
     whiten_patches: bool = flag(
         False, "Start the patch embedding with random filters of whitened patches of the training images."
     )
+    local_attention: bool = flag(False, "Start half of the heads of a rope2d model with attention to near patches.")
     muon: bool = flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
+    muon_beta2: float | None = flag(
+        None, "NorMuon: decay per step of the squared updates of each neuron, such as 0.95; plain Muon without it."
+    )
     muon_dtype: str | None = flag(
         None, f"Precision of Muon's products, {' or '.join(MUON_DTYPES)}; what is faster on the machine."
     )
@@ -152,7 +158,7 @@ class ViTTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        limits = {"ema_decay": 1, "layer_decay": 1}
+        limits = {"ema_decay": 1, "layer_decay": 1, "muon_beta2": 1}
         for name in (*limits, "max_train_minutes", "early_stopping_patience", "per_device_eval_batch_size"):
             value, high = getattr(self, name), limits.get(name, math.inf)
             if value is not None and not 0 < value <= high:

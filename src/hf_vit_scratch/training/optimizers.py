@@ -112,7 +112,7 @@ def build_optimizer(
     if optimizer_class is not torch.optim.AdamW:
         raise UserError(f"muon needs AdamW beside it, got optim {OptimizerNames(args.optim).value}.")
     dtype = args.muon_dtype or choose_muon_dtype(args.device.type)
-    return MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), **options)
+    return MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), muon_beta2=args.muon_beta2, **options)
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -134,26 +134,31 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 
 class BatchedMuon(torch.optim.Muon):
-    """`torch.optim.Muon`, for all matrices of one shape at once.
+    """`torch.optim.Muon`, for all matrices of one shape at once, and NorMuon.
 
-    The mathematics and the state are the same. The many small matrices of a small model are slow one after another,
-    and on a GPU each would start kernels of its own. Matrices that are spread over devices (FSDP) go one by one, as in
-    torch, in bfloat16.
+    Without `beta2`, the mathematics and the state are the same. The many small matrices of a small model are slow one
+    after another, and on a GPU each would start kernels of its own. Matrices that are spread over devices (FSDP) go
+    one by one, as in torch, in bfloat16.
 
     Args:
         params: As in `torch.optim.Muon`, like `options`.
         dtype: Precision of the products; torch's is bfloat16 everywhere.
+        beta2: Decay of the mean squared update of each neuron, by whose root NorMuon divides the orthogonal update (Li
+            et al. 2025, https://arxiv.org/abs/2510.05491, algorithm 1). The norm of the matrix stays. A neuron is a
+            row of a square or tall matrix and a column of a wide one.
     """
 
-    def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, **options: Any):
+    def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, beta2: float | None = None, **options: Any):
         super().__init__(params, **options)
-        self._dtype = dtype
+        self._dtype, self._beta2 = dtype, beta2
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if closure is not None or any(isinstance(parameter, DTensor) for parameter in parameters):
+            if self._beta2 is not None:
+                raise UserError("muon_beta2 needs whole matrices, not those that FSDP spreads. Leave it out.")
             return super().step(closure)
         for group in self.param_groups:
             by_shape: dict[Any, list[Tensor]] = {}
@@ -173,9 +178,23 @@ class BatchedMuon(torch.optim.Muon):
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))  # Nesterov's
         updates = orthogonalize(updates.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if self._beta2 is not None:
+            updates = self._normalize_neurons(parameters, updates.float(), self._beta2)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * max(updates.shape[1:]) ** 0.5
         torch._foreach_add_(parameters, updates.to(parameters[0].dtype).unbind(), alpha=-rate)
+
+    def _normalize_neurons(self, parameters: list[Tensor], updates: Tensor, beta2: float) -> Tensor:
+        """Divide updates (n, rows, cols) of each neuron by the root of their mean square over the steps."""
+        squares = updates.square().mean(dim=2 if updates.shape[1] >= updates.shape[2] else 1, keepdim=True)
+        for parameter, square in zip(parameters, squares, strict=True):
+            if "second_moment" not in self.state[parameter]:
+                self.state[parameter]["second_moment"] = torch.zeros_like(square)
+        second_moments = [self.state[parameter]["second_moment"] for parameter in parameters]
+        torch._foreach_lerp_(second_moments, squares.unbind(), 1 - beta2)
+        normalized = updates * torch.stack(second_moments).clamp(min=1e-10).rsqrt()
+        norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, normalized))
+        return normalized * torch.div(*norms).nan_to_num(0)  # an update of zeros stays
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -187,12 +206,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
     `parameter_groups`, the other options those of AdamW.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, muon_dtype: torch.dtype = torch.bfloat16, **adamw: Any):
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        muon_dtype: torch.dtype = torch.bfloat16,
+        muon_beta2: float | None = None,
+        **adamw: Any,
+    ):
         groups = list(groups)
         of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
         if not of_muon:
             raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
-        self._muon = BatchedMuon(of_muon, muon_dtype, adjust_lr_fn="match_rms_adamw")
+        self._muon = BatchedMuon(of_muon, muon_dtype, muon_beta2, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(of_adamw or [{"params": [], "muon": False}], **adamw)
         # Some schedules of transformers read the rate from the defaults.
         super().__init__(self._adamw.param_groups + self._muon.param_groups, {"lr": self._adamw.defaults["lr"]})

@@ -39,6 +39,7 @@ from ..speed import hardware
 from . import auto_config
 from .arguments import Arguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
 from .checkpointing import describe_last_checkpoint
+from .local_attention import start_local_attention
 from .optimizers import freeze
 from .recipe import Recipe, model_config
 from .starting_point import build_from, load_starting_model
@@ -188,9 +189,13 @@ def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel |
     if training.whiten_patches and (start is not None or args.data.streaming):
         with_what = "--streaming, which has no images at hand" if args.data.streaming else "the saved model of --model"
         raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
+    if training.local_attention and start is not None:
+        raise UserError("local_attention is for new models, and does not go together with the saved model of --model.")
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
         model = model_class(config) if start is None else build_from(start, str(args.model.model), model_class, config)
+        if training.local_attention:
+            start_local_attention(model)
         freeze(model, training.freeze_layers)
         return model
 
