@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--output must end in .parquet or .npz, got {args.output}.")
     encoder = load_pipeline("image-feature-extraction", AutoModel, "image encoder", args.model, args.device)
     names, vectors = [], []
-    results = forward(encoder, "pooler_output", paths, args.batch_size, args.num_workers)
+    results = forward(encoder, ("pooler_output",), paths, args.batch_size, args.num_workers)
     for result in name_broken(PROGRAM, results, len(paths)):
         if "error" not in result:
             names.append(os.fsencode(result["image"]).decode(errors="replace"))  # a name may not be UTF-8

@@ -145,7 +145,7 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     Returns:
         `problem_type` and `images`, their number N. `per_class`: precision, recall, f1-score and support of each class
         or label; of a label also its AUROC and average precision. `confusion_matrix`: L rows of L counts; a row is a
-        true class, a column a predicted one. `calibration`: see `_calibration`; of labels, the confidence is the
+        true class, a column a predicted one. `calibration`: see `calibration`; of labels, the confidence is the
         probability of a label, and the accuracy how often an image has it. `per_number`: R2 and mean absolute error.
     """
     labels = np.asarray(labels)
@@ -167,12 +167,12 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     if several:
         for row, rankings in zip(report["per_class"].values(), _label_scores(labels, predictions), strict=True):
             row |= zip(("auroc", "average-precision"), rankings, strict=False)
-        return {**report, "calibration": _calibration(expit(predictions).ravel(), labels.ravel() == 1)}
+        return {**report, "calibration": calibration(expit(predictions).ravel(), labels.ravel() == 1)}
     report["confusion_matrix"] = confusion_matrix(labels, best, labels=ids).tolist()
-    return {**report, "calibration": _calibration(predictions[1], best == labels)}
+    return {**report, "calibration": calibration(predictions[1], best == labels)}
 
 
-def _calibration(confidence: NDArray[Any], right: NDArray[np.bool_]) -> dict[str, Any]:
+def calibration(confidence: NDArray[Any], right: NDArray[np.bool_]) -> dict[str, Any]:
     """Return the expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, equation 3).
 
     And for each bin of confidence that has images, its upper edge, their number, their mean confidence and their

@@ -156,6 +156,12 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
             low, high = wilson_interval(mean, first["images"])
             text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"
         results[f"test {TITLES.get(name, name.replace('_', ' '))}"] = text
+    if trust := first.get("trust"):
+        error, before = trust["calibration_error"], trust["error_before"]
+        results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"
+        if trust["target_accuracy"] is not None:
+            coverage, accuracy = trust["coverage"], trust["accuracy"]
+            results["answers"] = f"to {coverage:.1%} of the validation images, {accuracy:.1%} of them right"
     if "near_duplicates" in first:
         results["near duplicates"] = f"{first['near_duplicates']} pairs, none of them in two splits"
     return results

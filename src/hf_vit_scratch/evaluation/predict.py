@@ -6,10 +6,14 @@
 In folders, at any depth, and in globs, the files with the suffix of an image are classified. A file given by its name
 is classified whatever its suffix. Results keep the order of the arguments; a folder or a glob is sorted by path.
 
-    jsonl   {"image": PATH, "predictions": [{"label": NAME, "score": NUMBER}, ...]} for each image, best class first
+    jsonl   {"image": PATH, "answer": NAME, "predictions": [{"label": NAME, "score": NUMBER}, ...]} for each image,
+            best class first
             {"image": PATH, "error": WHY} for an image that cannot be decoded
-    csv     the columns image, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only image
-            and error are filled. A model that was trained on numbers has a column for each of them instead
+    csv     the columns image, answer, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only
+            image and error are filled. A model that was trained on numbers has a column for each of them instead
+
+The answer is the best class, or "unknown" if the image is unlike the training images of every class, or if its score
+is too low for the --target_accuracy of the run. Models that were not calibrated have no answer.
 
 An image that cannot be decoded is named on standard error and skipped. The exit code is 0, or 1 if there was such an
 image, or 2 if the command cannot be carried out.
@@ -38,6 +42,7 @@ from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_othe
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.optimize import example_batch_for, optimize
+from .trust import UNKNOWN, Trust
 
 PROGRAM = "vit-scratch predict"
 
@@ -134,6 +139,7 @@ def predict(
     top_k: int = 5,
     batch_size: int = 32,
     num_workers: int = 0,
+    trust: Trust | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Classify image files in batches. The scores are those of transformers' pipeline.
 
@@ -141,34 +147,45 @@ def predict(
 
     Yields:
         For each path, in order, `image`, the path, and either `predictions`, each with `label` and `score`, or
-        `error`, the reason why it cannot be decoded.
+        `error`, the reason why it cannot be decoded. With `trust`, also `answer`, the best label or `"unknown"`.
     """
-    for result in forward(classifier, "logits", paths, batch_size, num_workers):
+    outputs = ("logits",) if trust is None else ("logits", "pooler_output")
+    for result in forward(classifier, outputs, paths, batch_size, num_workers):
         if (logits := result.pop("logits", None)) is not None:
-            result["predictions"] = classifier.postprocess({"logits": logits[None]}, top_k=top_k)
+            predictions = classifier.postprocess({"logits": logits[None]}, top_k=top_k)
+            if trust is not None:
+                answers = trust.can_answer(predictions[0]["score"], result.pop("pooler_output"))
+                result["answer"] = predictions[0]["label"] if answers else UNKNOWN
+            result["predictions"] = predictions
         yield result
 
 
 def forward(
-    loaded: Any, output: str, paths: Sequence[str], batch_size: int, num_workers: int
+    loaded: Any, outputs: Sequence[str], paths: Sequence[str], batch_size: int, num_workers: int
 ) -> Iterator[dict[str, Any]]:
-    """Compute one output of the model of a pipeline, such as `logits`, for image files in batches.
+    """Compute outputs of the model of a pipeline, such as `logits`, for image files in batches.
 
     Yields:
-        For each path, in order, `image`, the path, and either this output or `error`.
+        For each path, in order, `image`, the path, and either these outputs or `error`.
     """
+    encoded: dict[str, Any] = {}  # the output of the encoder, which a classifier keeps to itself
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
         optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
+    hook = loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output))
     batches = _PreparedBatches(paths, batch_size, loaded.image_processor, loaded.model.dtype)
-    for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
-        outputs: Any = iter(())
-        if inputs:
-            computed = loaded.forward(inputs)
-            if computed.get(output) is None:
-                raise UserError(f"{type(loaded.model).__name__} has no {output}. Give a model that has.")
-            outputs = iter(computed[output])
-        for result in results:
-            yield result if "error" in result else {**result, output: next(outputs)}
+    try:
+        for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
+            of_images: Any = iter(())
+            if inputs:
+                computed = loaded.forward(inputs)
+                computed = {**encoded, **computed}
+                if missing := [name for name in outputs if computed.get(name) is None]:
+                    raise UserError(f"{type(loaded.model).__name__} has no {missing[0]}. Give a model that has.")
+                of_images = zip(*(computed[name].cpu() for name in outputs), strict=True)
+            for result in results:
+                yield result if "error" in result else result | dict(zip(outputs, next(of_images), strict=True))
+    finally:
+        hook.remove()
 
 
 def _table_row(result: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +246,10 @@ def main(argv: list[str]) -> int:
     columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
     if config.problem_type == "regression":
         top_k, columns = config.num_labels, list((config.id2label or {}).values())
-    results = predict(classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers)
+    trust = Trust.load(args.model)
+    results = predict(
+        classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust
+    )
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
     output: AbstractContextManager[TextIO] = nullcontext(sys.stdout)
@@ -238,7 +258,8 @@ def main(argv: list[str]) -> int:
         # The names of files may not be UTF-8.
         output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
     with output as file:
-        table = csv.DictWriter(file, ["image", *columns, "error"], extrasaction="ignore", lineterminator="\n")
+        names = ["image", *(["answer"] if trust else []), *columns, "error"]
+        table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()
         for result in name_broken(PROGRAM, results, len(paths), in_terminal or None):

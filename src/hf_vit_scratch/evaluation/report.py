@@ -23,6 +23,7 @@ from ..data.targets import label_names
 from .figures import plot_curves, plot_images, plot_numbers
 from .metrics import detailed_report, problem_type_of
 from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
+from .trust import Trust
 
 NUM_MISTAKES = 24  # in the figure
 FEW_CLASSES = 10  # whose scores fit into the log
@@ -65,6 +66,8 @@ def write_report(
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if (listing := output_dir / LISTING).is_file():
         report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
+    if trust := Trust.load(str(output_dir)):
+        report["trust"] = trust.facts()
     if not isinstance(dataset, MaskedImageDataset):
         names = label_names(dataset.rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}

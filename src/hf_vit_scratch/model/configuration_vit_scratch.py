@@ -80,6 +80,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         label_mean: Mean of each number in the training images of a regression, with `label_scale`.
         label_scale: Standard deviation of each there. The classifier learns `(label - mean) / scale`, and the model
             answers in the labels' own units.
+        temperature: Number by which the classifier was divided after training, so that its scores are calibrated (Guo
+            et al. 2017, https://arxiv.org/abs/1706.04599). The weights have it already.
         encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
             encoder keeps its grid, so that is the patch size: `None`, or the same number.
         out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and
@@ -125,6 +127,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     is_causal: bool = False
     label_mean: list[float] | None = None
     label_scale: list[float] | None = None
+    temperature: float | None = None
     encoder_stride: int | list[int] | tuple[int, int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -137,6 +137,10 @@ class ViTTrainingArguments(TrainingArguments):
         "End after so many evaluations in which metric_for_best_model does not improve. The best model is the result "
         "if load_best_model_at_end is true.",
     )
+    calibrate: bool = flag(True, "Calibrate the scores of a classifier on the validation split, after training.")
+    target_accuracy: float | None = flag(
+        None, "Accuracy for which `predict` answers; it calls other images unknown. Needs calibrate."
+    )
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
@@ -158,7 +162,7 @@ class ViTTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        limits = {"ema_decay": 1, "layer_decay": 1, "muon_beta2": 1}
+        limits = {"ema_decay": 1, "layer_decay": 1, "muon_beta2": 1, "target_accuracy": 1}
         for name in (*limits, "max_train_minutes", "early_stopping_patience", "per_device_eval_batch_size"):
             value, high = getattr(self, name), limits.get(name, math.inf)
             if value is not None and not 0 < value <= high:

@@ -38,6 +38,7 @@ from ..model.modeling_vit_scratch import (
 from ..speed import hardware
 from . import auto_config
 from .arguments import Arguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
+from .calibration import calibrate, can_be_calibrated
 from .checkpointing import describe_last_checkpoint
 from .local_attention import start_local_attention
 from .optimizers import freeze
@@ -147,7 +148,7 @@ def fit_to_labels(
     kind, data = problem_type(feature), args.data.data
     single = kind == "single_label_classification"
     config.problem_type = None if single else kind
-    config.label_mean = config.label_scale = None
+    config.label_mean = config.label_scale = config.temperature = None
     if "metric_for_best_model" not in recipe.settings and not single:
         training.metric_for_best_model = METRIC_NAMES[kind][0]
         recipe.add({"metric_for_best_model": METRIC_NAMES[kind][0]}, "images", describe(feature))
@@ -299,6 +300,8 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         last = describe_last_checkpoint(training.output_dir)
         logger.info("Stopped by %s. %s. Continue with: %s --resume_from_checkpoint true", name, last, command)
         sys.exit(128 + number)
+    if can_be_calibrated(trainer):
+        calibrate(trainer)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
 
