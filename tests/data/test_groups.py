@@ -75,6 +75,12 @@ def test_blank_pages_and_broken_images_are_nobodys_duplicates():
     assert find_near_duplicates([rows_of(pictures)]).tolist() == []
 
 
+def test_images_are_numbered_with_those_that_cannot_be_decoded():
+    pictures, broken = pictures_of(6), {"path": None, "bytes": b"no image"}
+
+    assert find_near_duplicates([rows_of([broken, *pictures]), rows_of([broken, pictures[2]])]).tolist() == [[3, 8]]
+
+
 def test_no_image_at_all_has_no_duplicates():
     assert find_near_duplicates([rows_of([{"path": None, "bytes": b"no image"}])]).shape == (0, 2)
 
