@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import AutoModelForMaskedImageModeling, pipeline
 
+from hf_vit_scratch.evaluation.trust import Trust
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
 ROOT = Path(__file__).parents[1]
@@ -205,6 +206,16 @@ def test_card_of_a_finished_run_shows_what_was_measured(pushed):
     assert card.data.model_name == "every_save"
     pictures = {"curves.png", "confusion_matrix.png"}
     assert pictures <= set(commits["tester/every_save"][-1][2])
+
+
+def test_what_predict_needs_for_unknown_is_pushed_and_loaded(pushed, tmp_path):
+    _, folder, endpoint = pushed
+    code = "from hf_vit_scratch.evaluation.trust import Trust\n"
+    code += "print(Trust.load('tester/end').temperature, Trust.load('tester/model'))"
+
+    printed = run(code, endpoint=endpoint, home=tmp_path).splitlines()[-1]
+
+    assert printed == f"{Trust.load(str(folder / 'end')).temperature} None"
 
 
 def test_card_while_training_says_that_the_weights_are_not_the_last(pushed):

@@ -1,6 +1,6 @@
 """Calibrated scores, and when a classifier should not answer."""
 
-import math
+import json
 
 import numpy as np
 import pytest
@@ -114,7 +114,8 @@ def test_accuracy_out_of_reach_leaves_everything_unknown():
     vectors, classes, seen, logits, true, _ = example()
     trust = Trust.fit(vectors, classes, (seen, logits, (logits.argmax(axis=1) + 1) % 3), 0.9)
 
-    assert (trust.coverage, trust.least_score) == (0, math.inf)
+    assert (trust.coverage, trust.accuracy) == (0, None)
+    assert json.loads(json.dumps(trust.facts(), allow_nan=False)) == trust.facts()
     assert not trust.can_answer(1.0, torch.tensor([4.0, 0, 0, 0, 0, 0]))
 
 
@@ -133,6 +134,13 @@ def test_class_without_training_images_is_no_hindrance():
     trust = Trust.fit(vectors[classes != 1], classes[classes != 1], (seen, logits, true))
 
     assert trust.means.shape == (2, 6)
+    assert trust.distances(torch.from_numpy(seen)).isfinite().all()
+
+
+def test_one_image_per_class_is_no_hindrance():
+    *_, seen, logits, true, _ = example()
+    trust = Trust.fit(np.eye(3, 6), np.arange(3), (seen, logits, true))
+
     assert trust.distances(torch.from_numpy(seen)).isfinite().all()
 
 

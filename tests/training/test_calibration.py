@@ -86,6 +86,25 @@ def test_predict_answers_or_says_unknown(run, tmp_path):
     assert trust.coverage - 0.2 < np.mean([answer != "unknown" for answer in answers[:-1]]) < trust.coverage + 0.2
 
 
+def test_model_in_the_home_folder_is_found(run, tmp_path, monkeypatch, capsys):
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    monkeypatch.setenv("HOME", str(run.parent))
+
+    assert vit_scratch.main(["predict", f"~/{run.name}", str(tmp_path / "one.png")]) == 0
+    assert "answer" in json.loads(capsys.readouterr().out)
+
+
+def test_model_is_saved_before_anything_can_fail(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Trust, "fit", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        train.main([*SMALL, "--max_steps", "2", "--eval_strategy", "no", "--output_dir", str(tmp_path / "c")])
+
+    assert logits_of(tmp_path / "c", [Image.new("L", (8, 8))]).shape == (1, 10)
+
+
 def test_stock_pipeline_answers_a_class(run):
     classify = pipeline("image-classification", model=str(run))
     assert classify(Image.new("L", (8, 8), 255))[0]["label"] in [str(digit) for digit in range(10)]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,11 +19,13 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.data.groups import LISTING
 from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
-from hf_vit_scratch.training.recipe import RECIPES
+from hf_vit_scratch.training import steps
+from hf_vit_scratch.training.recipe import RECIPES, parse_recipe
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +233,26 @@ def test_saved_model_can_be_started_from(run, tmp_path):
 
     assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
     assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
+
+
+def test_list_of_near_duplicates_of_a_check_is_replaced(tmp_path):
+    listing = tmp_path / LISTING
+    listing.write_text("image_1,split_1,image_2,split_2,same_label\na,train,b,test,True\n")
+
+    train.main([*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--output_dir", str(tmp_path)])
+
+    assert not listing.exists()  # the recipe ignores near duplicates
+    assert "near_duplicates" not in json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_near_duplicates_are_listed_where_a_run_asks_and_nowhere_else(tmp_path, class_folders):
+    shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / "copy.jpg")
+    args, _ = parse_recipe(["your_images", "--data", str(class_folders), "--output_dir", str(tmp_path / "run")])
+
+    steps.load_data(args)
+    assert not (tmp_path / "run").exists()
+    steps.load_data(args, tmp_path / "run" / LISTING)
+    assert "copy.jpg" in (tmp_path / "run" / LISTING).read_text()
 
 
 def test_image_processor_of_a_saved_model_does_not_crop(tmp_path, class_folders):

@@ -34,7 +34,7 @@ def keep_together(
     A group that is in several stays in the last one of train, validation and test. Near duplicates are one group.
 
     Args:
-        args: What the groups are, and what happens to near duplicates.
+        args: Source of the groups, and treatment of near duplicates.
         splits: Rows with the columns `image` and `label`.
         listing: File for a list of near duplicates, if there are any.
 

@@ -160,8 +160,8 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         error, before = trust["calibration_error"], trust["error_before"]
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"
         if trust["target_accuracy"] is not None:
-            coverage, accuracy = trust["coverage"], trust["accuracy"]
-            results["answers"] = f"to {coverage:.1%} of the validation images, {accuracy:.1%} of them right"
+            right = "" if trust["accuracy"] is None else f", {trust['accuracy']:.1%} of them right"
+            results["answers"] = f"to {trust['coverage']:.1%} of the validation images{right}"
     if "near_duplicates" in first:
         results["near duplicates"] = f"{first['near_duplicates']} pairs, none of them in two splits"
     return results

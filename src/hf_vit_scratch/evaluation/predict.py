@@ -246,7 +246,7 @@ def main(argv: list[str]) -> int:
     columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
     if config.problem_type == "regression":
         top_k, columns = config.num_labels, list((config.id2label or {}).values())
-    trust = Trust.load(args.model)
+    trust = Trust.load(str(classifier.model.name_or_path))
     results = predict(
         classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust
     )

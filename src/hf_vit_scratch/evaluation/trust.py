@@ -25,6 +25,8 @@ from .metrics import calibration
 FILE = "trust.safetensors"
 UNKNOWN = "unknown"  # the answer for an image that the model should not name
 SHARE_OF_KNOWN = 0.99  # of the validation images, that are not too far from the training images
+LEAST_VARIANCE = 1e-8  # of the pooled vectors within a class
+ABOVE_ALL_SCORES = 2.0
 SPREAD_OF_TEMPERATURE = 0.5  # of its logarithm around 0, before images are seen
 
 
@@ -60,12 +62,12 @@ class Trust:
         whitening: Factor of the inverse covariance of the pooled vectors within a class, (D, D).
         means: Mean vector of each class, times the whitening, (L, D).
         largest_distance: Largest distance to the nearest mean at which an image is known.
-        least_score: Least score of an answer.
+        least_score: Least score of an answer, above 1 if no score is high enough.
         temperature: By which the logits were divided, as in `fit_temperature`.
         calibration_error, error_before: Expected calibration error on the validation split, with it and without it.
         target_accuracy: Accuracy on the validation split for which `least_score` was chosen, if one was asked for.
         coverage: Share of the validation split that is answered.
-        accuracy: Accuracy of these answers there.
+        accuracy: Accuracy of these answers there, `None` if there are none.
     """
 
     whitening: Tensor
@@ -77,7 +79,7 @@ class Trust:
     error_before: float = math.nan
     target_accuracy: float | None = None
     coverage: float = 1.0
-    accuracy: float = math.nan
+    accuracy: float | None = None
 
     @classmethod
     def fit(
@@ -98,7 +100,9 @@ class Trust:
         found = np.unique(classes)
         means = np.stack([vectors[classes == number].mean(axis=0) for number in found]).astype(np.float64)
         within = vectors - means[np.searchsorted(found, classes)]
-        whitening = np.linalg.cholesky(LedoitWolf(assume_centered=True).fit(within).precision_)
+        covariance = LedoitWolf(assume_centered=True).fit(within).covariance_
+        # The least variance is for classes of one image each, which have none.
+        whitening = np.linalg.inv(np.linalg.cholesky(covariance + LEAST_VARIANCE * np.eye(len(covariance)))).T
         trust = cls(torch.from_numpy(whitening).float(), torch.from_numpy(means @ whitening).float())
         validation_vectors, logits, labels = validation
         right, trust.temperature = logits.argmax(axis=1) == labels, fit_temperature(logits, labels)
@@ -113,10 +117,10 @@ class Trust:
             accuracies = right[known][order].cumsum() / np.arange(1, known.sum() + 1)
             reached = np.flatnonzero(accuracies >= target_accuracy)
             trust.target_accuracy = target_accuracy
-            trust.least_score = float(scores[known][order][reached[-1]]) if len(reached) else math.inf
+            trust.least_score = float(scores[known][order][reached[-1]]) if len(reached) else ABOVE_ALL_SCORES
         answered = known & (scores >= trust.least_score)
         trust.coverage = float(answered.mean())
-        trust.accuracy = float(right[answered].mean()) if answered.any() else math.nan
+        trust.accuracy = float(right[answered].mean()) if answered.any() else None
         return trust
 
     def distances(self, vectors: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def can_be_calibrated(trainer: ViTTrainer) -> bool:
 
 
 def calibrate(trainer: ViTTrainer) -> None:
-    """Calibrate a classifier of single classes on the validation split, and save when it should not answer.
+    """Calibrate a classifier of single classes on the validation split, and save it with its `Trust`.
 
     The weights and biases of its last layer are divided by a temperature. So pipelines and exports have calibrated
     scores, too, and no answer changes.
@@ -53,6 +53,7 @@ def calibrate(trainer: ViTTrainer) -> None:
             100 * trust.target_accuracy,
             100 * (1 - trust.coverage),
         )
+    trainer.save_model(_internal_call=True)
     if trainer.args.should_save:
         trust.save(Path(str(trainer.args.output_dir)))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from ..data.groups import LISTING
 from ..evaluation.report import report_on_test_split
 from . import sanity_check, steps
 from .arguments import Arguments
@@ -36,7 +37,7 @@ def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) 
     """Train in a folder that no other run uses."""
     training_args = args.training
     steps.check_and_seed(args)
-    splits = steps.load_data(args)
+    splits = steps.load_data(args, Path(training_args.output_dir) / LISTING if training_args.should_save else None)
     config, start = steps.make_choices(args, recipe, splits)
     image_processor = steps.build_image_processor(config, start)
     model = steps.build_model(args, config, start)

@@ -8,7 +8,7 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,8 @@ from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..data.augmentation import training_stages
+from ..data.augmentation import Augmentation, training_stages
 from ..data.dataset import ImageClassificationDataset
-from ..data.groups import LISTING
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import fingerprint, load_splits
@@ -68,15 +67,16 @@ def check_and_seed(args: Arguments) -> None:
         set_seed(args.training.seed)
 
 
-def load_data(args: Arguments) -> DatasetDict:
-    """Load the splits that the arguments name; `train` may be a stream."""
+def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
+    """Load the splits that the arguments name; `train` may be a stream. List near duplicates in a file."""
     training = args.training
+    if listing is not None:  # of an earlier check
+        listing.unlink(missing_ok=True)
     if args.data.streaming:
         refuse_whole_data(args)
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             splits = load_splits(**vars(args.data), seed=training.seed)
     else:
-        listing = Path(training.output_dir) / LISTING if training.should_save else None
         splits = load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args), listing=listing)
     for name, rows in splits.items():
         if isinstance(rows, Dataset) and len(rows) < training.world_size:
@@ -209,9 +209,7 @@ def build_trainer(
     config, seed, masked = model.config, training.seed, is_masked(args)
     stages, stage = training_stages(config.image_height_width, **vars(augmentation))
     patch_size = config.patch_height_width
-    for size in (augment.image_size for augment in stages if augment is not None):
-        if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
-            raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
+    _refuse_cut_patches(stages, patch_size)
     feature = splits["train"].features["label"]
     counts = None if data_args.streaming else class_counts(splits["train"])
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
@@ -265,6 +263,12 @@ def build_trainer(
     return trainer, dataset_class(splits["test"], image_processor)
 
 
+def _refuse_cut_patches(stages: Sequence[Augmentation | None], patch_size: tuple[int, int]) -> None:
+    for size in (augmentation.image_size for augmentation in stages if augmentation is not None):
+        if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
+            raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
+
+
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
     """Save the recipe with the command that repeats the run, train, and save the model.
 
@@ -300,10 +304,10 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         last = describe_last_checkpoint(training.output_dir)
         logger.info("Stopped by %s. %s. Continue with: %s --resume_from_checkpoint true", name, last, command)
         sys.exit(128 + number)
-    if can_be_calibrated(trainer):
-        calibrate(trainer)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
+    if can_be_calibrated(trainer):
+        calibrate(trainer)
 
 
 def push(trainer: ViTTrainer) -> None:
