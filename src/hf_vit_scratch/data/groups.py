@@ -68,7 +68,10 @@ def keep_together(
     for name, split in splits.items():
         kept_rows = np.flatnonzero(kept[places == name])
         if not len(kept_rows):
-            raise UserError(f"{args.data}: all images of {name} are also in other splits, or in their groups.")
+            raise UserError(
+                f"{args.data}: all images of {name} are also in other splits, or in their groups. Give other splits, "
+                "or --near_duplicates ignore."
+            )
         splits[name] = split if len(kept_rows) == len(split) else split.select(kept_rows)
     return splits, groups[kept & (places == "train")]
 
