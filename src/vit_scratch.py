@@ -21,6 +21,7 @@ COMMANDS = {
     "embed": ("hf_vit_scratch.evaluation.embed:main", "write one vector for each image"),
     "explain": ("hf_vit_scratch.interpretation.attention_maps:main", "draw what a model attends to in an image"),
     "explore": ("hf_vit_scratch.interpretation.explorer.app:main", "open a web page on which to look at attention"),
+    "export": ("hf_vit_scratch.training.export:main", "write a model for ONNX Runtime or OpenVINO, and prove it"),
     "convert": ("hf_vit_scratch.conversion.convert:main", "convert a model of transformers, timm or torchvision"),
     "card": ("hf_vit_scratch.evaluation.model_card:main", "write one model card for several runs"),
 }

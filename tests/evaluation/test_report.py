@@ -1,15 +1,13 @@
 """The files of a finished run."""
 
-import io
-
 import numpy as np
 import torch
+from datasets import Dataset, Features
+from datasets import Image as ImageFeature
 from PIL import Image
-from transformers import ViTImageProcessor
 from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.data.groups import LISTING
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation import report
@@ -21,15 +19,10 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "NUM_MISTAKES", 2)
     ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
     summaries = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "PNG")
-
-    class Rows:
-        def __getitem__(self, places):
-            return {"image": [{"path": None, "bytes": file.getvalue()}] * len(places)}
+    rows = Dataset.from_dict({"image": [Image.new("RGB", (4, 4))] * 5}, Features({"image": ImageFeature()}))
 
     for labels in (np.zeros(5, dtype=int), ranked[:, 0]):  # in the second, nothing is wrong
-        report.draw_mistakes(PredictionOutput(summaries, labels, {}), Rows(), ["ant", "bee"], tmp_path / "m.png")
+        report.draw_mistakes(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
 
@@ -84,11 +77,10 @@ def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class
     (tmp_path / LISTING).write_text(
         "image_1,split_1,image_2,split_2,same_label\na,train,b,test,True\nc,test,d,test,True\n"
     )
-    dataset = ImageClassificationDataset(rows, ViTImageProcessor())
     summaries = (np.zeros((len(rows), 2), int), np.full(len(rows), 0.9), np.zeros(len(rows)))
     outputs = PredictionOutput(summaries, np.array(rows["label"]), METRICS)
 
-    found = report.write_report(outputs, dataset, str(class_folders), "train", tmp_path)
+    found = report.write_report(outputs, rows, str(class_folders), "train", tmp_path)
 
     assert found["near_duplicates"] == 2
     assert "Near duplicates         2 pairs, none of them in two splits" in report.summary(found, len(rows))

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import datasets
 import joblib
 import numpy as np
 import torch
@@ -156,6 +157,13 @@ def map_images(function: Callable[[int, dict[str, Any]], Result], rows: Dataset)
         for start in range(0, len(rows), 1000):
             numbers = range(start, min(start + 1000, len(rows)))
             yield from in_turn(function, numbers, rows[numbers]["image"])  # raises what a thread raised
+
+
+def images_of(rows: Dataset) -> Iterator[Image.Image]:
+    """Yield the decoded images of a dataset, one after the other."""
+    encoded = rows.cast_column("image", datasets.Image(decode=False))
+    for number in range(len(rows)):
+        yield decode_image(encoded[number]["image"], f"image {number}")
 
 
 def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.groups import LISTING
-from ..data.images import decode_image, denormalize
+from ..data.images import denormalize, images_of
 from ..data.masking import MaskedImageDataset
 from ..data.targets import label_names
 from .figures import plot_curves, plot_images, plot_numbers
@@ -47,7 +47,8 @@ def report_on_test_split(
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
     (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-    report = write_report(outputs, test_dataset, data, command, output_dir)
+    is_masked = isinstance(test_dataset, MaskedImageDataset)
+    report = write_report(outputs, None if is_masked else test_dataset.rows, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
         draw_reconstructions(trainer.model, test_dataset, output_dir / "reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
@@ -59,30 +60,32 @@ def report_on_test_split(
 
 
 def write_report(
-    outputs: PredictionOutput, dataset: ImageClassificationDataset, data: str, command: str, output_dir: Path
+    outputs: PredictionOutput, rows: Dataset | None, data: str, command: str, output_dir: Path
 ) -> dict[str, Any]:
-    """Write what was found on a split into a folder, with the worst mistakes, and return it."""
+    """Write what was found on labelled rows into a folder, with the worst mistakes, and return it."""
     on_the_hub = data != "digits" and not Path(data).expanduser().exists()
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if (listing := output_dir / LISTING).is_file():
         report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
     if trust := Trust.load(str(output_dir)):
         report["trust"] = trust.facts()
-    if not isinstance(dataset, MaskedImageDataset):
-        names = label_names(dataset.rows.features["label"])
+    if rows is not None:
+        names = label_names(rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
         if report["problem_type"] == "regression":
             plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / NUMBERS)
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
-        draw_mistakes(outputs, dataset.rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
+        draw_mistakes(outputs, rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
 def summary(report: dict[str, Any], num_images: int, minutes: float | None = None) -> str:
     """Return a report as a table of a few lines, with the minutes of training if there was one."""
-    rows = {"test images": str(num_images), "test loss": f"{report['test_loss']:.3f}"}
+    rows = {"test images": str(num_images)}
+    if "test_loss" in report:  # an exported model of numbers has none
+        rows["test loss"] = f"{report['test_loss']:.3f}"
     if "problem_type" in report:
         rows |= results_of([report])
     if "test_flip_accuracy" in report:
@@ -139,8 +142,7 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], pa
 
     places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
     if places:
-        encoded = rows[places]["image"]
-        images = [decode_image(row, name=f"image {place}") for place, row in zip(places, encoded, strict=True)]
+        images = [*images_of(rows.select(places))]
         plot_images(images, [caption(place) for place in places], path)
 
 

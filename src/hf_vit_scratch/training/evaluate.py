@@ -2,6 +2,7 @@
 
     vit-scratch evaluate runs/my_photos --output_dir report                    its own test split, once more
     vit-scratch evaluate runs/my_photos --data new_photos --output_dir report  other images
+    vit-scratch evaluate runs/my_photos/onnx/model.onnx --output_dir report    an exported model
 
 The report is metrics.json, confusion_matrix.png, reliability.png and mistakes.png. Classes are matched by their names;
 the data may lack some of the model's classes.
@@ -11,19 +12,26 @@ Other flags are those of `vit-scratch train`, such as --per_device_eval_batch_si
 """
 
 import argparse
+import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
+from transformers.trainer_utils import PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
+from ..conversion.export import FILES, labels_and_type
+from ..conversion.export_proof import evaluate_scores, scores_of_export
 from ..data.dataset import ImageClassificationDataset
+from ..data.images import images_of
 from ..data.options import DataArguments
 from ..data.splits import find_split, load_split, with_names
-from ..errors import UserError
+from ..data.targets import targets_of
+from ..errors import UserError, blame_the_files
+from ..evaluation import exported
 from ..evaluation.figures import plot_report
 from ..evaluation.metrics import compute_metrics, summarize_logits
 from ..evaluation.predict import load_classifier, refuse_other_models
@@ -44,51 +52,52 @@ def main(argv: Sequence[str]) -> None:
     """Run `vit-scratch evaluate`."""
     parser = argparse.ArgumentParser(
         prog="vit-scratch evaluate",
-        usage="vit-scratch evaluate RUN --output_dir DIR [--data DATA] [--split SPLIT] [--flag value ...]",
+        usage="vit-scratch evaluate MODEL --output_dir DIR [--data DATA] [--split SPLIT] [--flag value ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or of another saved model of this package")
+    parser.add_argument("run", metavar="MODEL", help="folder of a run or of another saved model, or an exported file")
     parser.add_argument("--data", help="images with labels, as for `vit-scratch train` (default: those of the run)")
     parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="new folder for the report")
     given, flags = parser.parse_known_args(argv)
-    output_dir = given.output_dir
+    args, recipe, run = open_run(given.run, given.data, flags, given.output_dir)
+    is_export = Path(given.run).suffix in {Path(name).suffix for name in FILES.values()}
+    opened = _open_export(given.run) if is_export else _open_model(given.run, args, recipe)
+    source, rows = load_rows(args, recipe, run, given.data, given.split)
+    rows = with_names(source, rows, opened.labels, opened.problem_type)
+    outputs, output_dir = opened.predict(rows), given.output_dir
+    output_dir.mkdir(parents=True, exist_ok=True)
+    report = write_report(outputs, rows, source, shlex.join(["vit-scratch", "evaluate", *argv]), output_dir)
+    plot_report(report, *(output_dir / f"{name}.png" for name in ("confusion_matrix", "reliability")))
+    logger.info("\n%s\nFiles      %s: metrics.json and figures", summary(report, len(rows)), output_dir)
+
+
+def open_run(
+    model: str, data: str | None, flags: Sequence[str], output_dir: Path
+) -> tuple[Arguments, Recipe, Path | None]:
+    """Return the arguments and the recipe of the run that a saved model belongs to, and its folder, if there is one.
+
+    Raises:
+        UserError: There is none, and no other data are given; or `output_dir` holds something.
+    """
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")
-    run = Path(given.run).expanduser()
-    run = run if (run / RECIPE).is_file() else run.resolve().parent  # a checkpoint is in the folder of its run
-    is_run = (run / RECIPE).is_file()
-    if not is_run and given.data is None:
-        raise UserError(f"{given.run} holds no {RECIPE}, so its own images are not known. Give --data.")
-    args, recipe = parse_recipe(
-        [str(run / RECIPE) if is_run else "your_images", *flags, *OFF, "--output_dir", str(output_dir)]
-    )
+    path = Path(model).expanduser()
+    # A checkpoint is in the folder of its run, and so is the folder of an export.
+    run = next((folder for folder in (path, *path.resolve().parents[:2]) if (folder / RECIPE).is_file()), None)
+    if run is None and data is None:
+        raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")
+    recipe = "your_images" if run is None else str(run / RECIPE)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     disable_progress_bar()  # those of loading
-    classifier: Any = load_classifier(given.run)
-    refuse_other_models(classifier.model)
-    data, rows = load_rows(args, recipe, run, given.data, given.split)
-    config = classifier.model.config
-    names = [config.id2label[number] for number in range(config.num_labels)]
-    rows = with_names(data, rows, names, config.problem_type or "single_label_classification")
-    dataset = ImageClassificationDataset(rows, classifier.image_processor)
-    hardware.choose(args.training, recipe.settings.keys())
-    trainer = ViTTrainer(
-        model=classifier.model,
-        args=args.training,
-        eval_dataset=dataset,
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=summarize_logits,
-    )
-    command = shlex.join(["vit-scratch", "evaluate", *argv])
-    report = write_report(trainer.predict(dataset), dataset, data, command, output_dir)
-    plot_report(report, *(output_dir / f"{name}.png" for name in ("confusion_matrix", "reliability")))
-    logger.info("\n%s\nFiles      %s: metrics.json and figures", summary(report, len(dataset)), output_dir)
+    return *parse_recipe([recipe, *flags, *OFF, "--output_dir", str(output_dir)]), run
 
 
-def load_rows(args: Arguments, recipe: Recipe, run: Path, data: str | None, split: str | None) -> tuple[str, Dataset]:
+def load_rows(
+    args: Arguments, recipe: Recipe, run: Path | None, data: str | None, split: str | None
+) -> tuple[str, Dataset]:
     """Return the source of the images to evaluate, and the images: of a split of the run itself, or of other data.
 
     The splits of the run's own data are cut as the run cut them, so that no training image is in the test split.
@@ -99,5 +108,46 @@ def load_rows(args: Arguments, recipe: Recipe, run: Path, data: str | None, spli
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
         return data, load_split(DataArguments(**flags | {"data": data}), split)
     splits = steps.load_data(args)
-    steps.check_images(run, Recipe.load(run) or Recipe(), splits)
+    if run is not None:
+        steps.check_images(run, Recipe.load(run) or Recipe(), splits)
     return own, splits[find_split(own, split or "test", splits)]
+
+
+class Opened(NamedTuple):
+    """A model that can be evaluated: the names of its classes or numbers, what they are, and a function of rows."""
+
+    labels: list[str]
+    problem_type: str
+    predict: Callable[[Dataset], PredictionOutput]
+
+
+def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
+    classifier: Any = load_classifier(model)
+    refuse_other_models(classifier.model)
+    hardware.choose(args.training, recipe.settings.keys())
+
+    def predict(rows: Dataset) -> PredictionOutput:
+        dataset = ImageClassificationDataset(rows, classifier.image_processor)
+        trainer = ViTTrainer(
+            model=classifier.model,
+            args=args.training,
+            eval_dataset=dataset,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=summarize_logits,
+        )
+        return trainer.predict(dataset)
+
+    return Opened(*labels_and_type(classifier.model.config), predict)
+
+
+def _open_export(model: str) -> Opened:
+    with blame_the_files(f"{model} cannot be loaded"):
+        facts = json.loads(Path(model).with_name("export.json").read_text(encoding="utf-8"))
+        classify = exported.load(Path(model))
+
+    def predict(rows: Dataset) -> PredictionOutput:
+        labels = targets_of(rows)
+        summaries, metrics = evaluate_scores(scores_of_export(classify, images_of(rows)), labels)
+        return PredictionOutput(summaries, labels, {f"test_{name}": value for name, value in metrics.items()})
+
+    return Opened(facts["labels"], facts["problem_type"], predict)

@@ -1,0 +1,49 @@
+"""Classify images with the exported model beside this file.
+
+    python predict.py IMAGE [IMAGE ...]
+
+It needs Pillow and the runtime of the model: onnxruntime, openvino or torch (see requirements.txt).
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+
+def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a model as a function: upright RGB images, uint8 (B, height, width, 3) -> scores (B, L)."""
+    if model.suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(model)
+        return lambda images: session.run(None, {session.get_inputs()[0].name: images})[0]
+    if model.suffix == ".xml":
+        import openvino
+
+        # Or CPUs that have bfloat16 would compute in it.
+        compiled = openvino.compile_model(model, config={"INFERENCE_PRECISION_HINT": "f32"})
+        return lambda images: compiled(images)[0]
+    import torch
+
+    module = torch.export.load(model).module()
+    return lambda images: module(torch.from_numpy(images)).detach().numpy()
+
+
+def read_image(file: Any) -> np.ndarray:
+    """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
+    return np.array(ImageOps.exif_transpose(Image.open(file)).convert("RGB"))
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent
+    facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    scores_of = load(folder / facts["model"])
+    for path in sys.argv[1:]:
+        scores = scores_of(read_image(path)[None])[0]
+        predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in scores.argsort()[::-1][:5]]
+        print(json.dumps({"image": path, "predictions": predictions}))

@@ -1,0 +1,126 @@
+"""Export a classifier for ONNX Runtime, OpenVINO or plain PyTorch, and prove that it answers as before.
+
+    vit-scratch export runs/my_photos --format onnx           write runs/my_photos/onnx
+    vit-scratch export runs/my_photos --format onnx --int8    smaller and faster, but not quite the same
+    python runs/my_photos/onnx/predict.py photo.jpg           needs onnxruntime and Pillow only
+
+The exported model takes RGB images, uint8 (B, height, width, 3) of any size, and returns a score for each class. Its
+preprocessing and calibration are inside.
+
+The command then compares it with transformers' pipeline: on the test images of the run (or on --data), at most 10,000,
+and on odd ones. It fails if the answers differ beyond a bound. The figures are in export.json. Other flags are those
+of `vit-scratch evaluate`.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from ..conversion.export import FILES, PACKAGES, export, labels_and_type
+from ..conversion.export_proof import BATCH, milliseconds, prove
+from ..data.images import images_of
+from ..data.splits import with_names
+from ..data.targets import targets_of
+from ..errors import UserError
+from ..evaluation import exported
+from ..evaluation.model_card import describe_machine
+from ..evaluation.predict import load_classifier, refuse_other_models
+from .evaluate import load_rows, open_run
+
+logger = logging.getLogger(__name__)
+
+MOST_IMAGES = 10_000  # of the proof
+CALIBRATION_IMAGES = 256
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run `vit-scratch export`."""
+    parser = argparse.ArgumentParser(
+        prog="vit-scratch export",
+        usage="vit-scratch export RUN --format {onnx,openvino,pt2} [--int8] [--output_dir DIR] [--flag value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or of another saved model of this package")
+    parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
+    parser.add_argument("--int8", action="store_true", help="multiply 8-bit integers, scaled by validation images")
+    parser.add_argument("--data", help="images with labels for the proof (default: those of the run)")
+    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: RUN/FORMAT)")
+    given, flags = parser.parse_known_args(argv)
+    folder = given.output_dir or Path(given.run).expanduser() / (given.format + "-int8" * given.int8)
+    args, recipe, run = open_run(given.run, given.data, flags, folder)
+    if given.int8 and given.format == "pt2":
+        raise UserError("--int8 is for --format onnx and openvino.")
+    classifier: Any = load_classifier(given.run, device="cpu")
+    refuse_other_models(classifier.model)
+    classifier.model.float()
+    labels, kind = labels_and_type(classifier.model.config)
+
+    def sample(data: str | None, split: str | None, most: int) -> Dataset:
+        source, rows = load_rows(args, recipe, run, data, split)
+        rows = with_names(source, rows, labels, kind)
+        return rows.shuffle(args.training.seed).select(range(min(len(rows), most)))
+
+    rows, calibration = sample(given.data, given.split, MOST_IMAGES), []
+    if given.int8:
+        data, split = (given.data, given.split) if run is None else (None, "validation")
+        calibration = [np.array(image)[None] for image in images_of(sample(data, split, CALIBRATION_IMAGES))]
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.WARNING)  # the libraries tell of each step
+    try:
+        path = export(classifier, folder, given.format, calibration)
+    finally:
+        logging.disable(logging.NOTSET)
+    classify = exported.load(path)
+    proof = prove(classifier, classify, images_of(rows), targets_of(rows), given.int8)
+    image = np.array(next(images_of(rows)))
+    runtime = PACKAGES[given.format][-1]
+    facts = {
+        "model": path.name,
+        "labels": labels,
+        "problem_type": kind,
+        "command": shlex.join(["vit-scratch", "export", *argv]),
+        "megabytes": sum(file.stat().st_size for file in folder.glob("model.*")) / 1e6,
+        **proof,
+        "milliseconds": {
+            f"{number} image{'s' * (number > 1)}": milliseconds(classifier, classify, np.stack([image] * number))
+            for number in (1, BATCH)
+        },
+        **describe_machine(),
+    }
+    (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    shutil.copy(exported.__file__, folder / "predict.py")
+    (folder / "requirements.txt").write_text(f"{runtime}=={version(runtime)}\npillow\n", encoding="utf-8")
+    logger.info(
+        "\n%s\nFiles      %s: %s, predict.py, requirements.txt, export.json", summary(facts), folder, path.name
+    )
+    if facts["faults"]:
+        raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """Return what `export.json` says as a few lines."""
+    metric, lines = facts["metric"], [f"Size       {facts['megabytes']:.2f} MB"]
+    for name in ("pipeline", "export"):
+        scores = facts[name]
+        interval = f" (95% interval {scores[f'{metric}_low']:.4f} to {scores[f'{metric}_high']:.4f})"
+        lines.append(f"{name.title():11}{metric} {scores[metric]:.4f}{interval if f'{metric}_low' in scores else ''}")
+    for name in ("test", "odd"):
+        found = facts[name]
+        changed = f"{found['answers_changed']} of {found['images']} answers change"
+        lines.append(f"{name.title():11}{changed}; scores differ by up to {found['largest_difference']:.1e}")
+    for batch, times in facts["milliseconds"].items():
+        each = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
+        lines.append(f"Time       {batch}: milliseconds from images to scores: {each}")
+    return "\n".join(lines)

@@ -1,0 +1,271 @@
+"""Exported models: equal to the pipeline for any image, and a proof that finds what is not."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from helpers import TINY, randomize_
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from torch import nn
+from transformers import ViTImageProcessor, pipeline
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.conversion import export as export_module
+from hf_vit_scratch.conversion.export import FILES, ImageScores, export
+from hf_vit_scratch.conversion.export_proof import evaluate_scores, milliseconds, odd_images, prove, scores_of_export
+from hf_vit_scratch.conversion.export_proof import scores_of_pipeline as expected_scores
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation import exported
+from hf_vit_scratch.evaluation.metrics import summarize_logits
+
+NUMBERS = {"problem_type": "regression", "label_mean": [3.0] * 5, "label_scale": [2.0] * 5}
+KINDS = {
+    "post-LN, class token": {"norm_first": False},
+    "pre-LN, mean": {"norm_first": True, "pooling": "mean"},
+    "rope2d and QK-norm": {"position_embedding_type": "rope2d", "qk_norm": True, "norm_first": True},
+    "several labels": {"problem_type": "multi_label_classification"},
+    "numbers": NUMBERS,
+    "merged LoRA": {},
+}
+
+
+def processor(**options):
+    return ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True, **options)
+
+
+def classifier(processing=None, **fields):
+    """A pipeline with random weights, strong enough for scores far from each other."""
+    model = randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | fields)), 0.3).eval()
+    return pipeline("image-classification", model=model, image_processor=processing or processor(), device="cpu")
+
+
+def odd_scores(answering, classify):
+    images = [Image.open(io.BytesIO(file)) for file in odd_images()]
+    upright = [Image.fromarray(exported.read_image(io.BytesIO(file))) for file in odd_images()]
+    return expected_scores(answering, images), scores_of_export(classify, upright)
+
+
+@pytest.mark.parametrize("resample", [2, 3], ids=["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(16, 24), (1, 1), (5, 3), (700, 40), (333, 512), (8, 12), (32, 96)], ids=str)
+def test_images_are_prepared_to_the_byte_as_by_the_image_processor(size, resample):
+    class Pixels(nn.Module):
+        """Its logits are its input."""
+
+        config = SimpleNamespace(problem_type="regression")
+
+        def forward(self, pixel_values):
+            return SimpleNamespace(logits=pixel_values)
+
+    images = torch.randint(256, (2, *size, 3), dtype=torch.uint8)
+    images[1, :, : size[1] // 2] = 255  # an edge, beyond which the cubic filter goes
+    preparing = processor(resample=resample)
+
+    pixels = ImageScores(Pixels(), preparing)(images)
+
+    expected = preparing(images=[*images.permute(0, 3, 1, 2)], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnx_file_of_every_kind_of_model_gives_the_scores_of_the_pipeline(kind, tmp_path):
+    answering = classifier(**KINDS[kind])
+    if kind == "merged LoRA":
+        adapted = get_peft_model(answering.model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        answering.model = randomize_(adapted, 0.3).merge_and_unload().eval()
+
+    classify = exported.load(export(answering, tmp_path, "onnx"))
+
+    theirs, ours = odd_scores(answering, classify)
+    assert np.abs(ours - theirs).max() < 1e-5 * max(1, np.abs(theirs).max())
+    assert np.ptp(theirs, axis=0).max() > 0.1
+
+
+@pytest.mark.parametrize("format", ["openvino", "pt2"])
+def test_other_formats_give_the_scores_of_the_pipeline(format, tmp_path):
+    answering = classifier(processor(resample=3))
+    path = export(answering, tmp_path, format)
+    theirs, ours = odd_scores(answering, exported.load(path))
+    assert path.name == FILES[format]
+    # OpenVINO's sums over 2,000 pixels may round one pixel to its neighbor.
+    assert np.sort(np.abs(ours - theirs).max(axis=1))[-2] < 1e-5
+    assert np.abs(ours - theirs).max() < 1e-3
+
+
+def test_8_bit_integers_are_smaller_and_near(tmp_path):
+    answering = classifier(hidden_size=64, intermediate_size=256)
+    calibration = [np.random.default_rng(n).integers(0, 256, (1, 30, 40, 3), dtype=np.uint8) for n in range(8)]
+    full = export(answering, tmp_path, "onnx")
+    (tmp_path / "int8").mkdir()
+    path = export(answering, tmp_path / "int8", "onnx", calibration)
+
+    theirs, ours = odd_scores(answering, exported.load(path))
+
+    assert path.stat().st_size < 0.75 * full.stat().st_size
+    assert 1e-4 < np.abs(ours - theirs).max() < 0.3
+    weights = {weight.name: weight for weight in onnx.load(path).graph.initializer}
+    assert sum(weight.data_type == onnx.TensorProto.INT8 for weight in weights.values() if weight.dims) >= 14
+
+
+@pytest.fixture
+def labelled():
+    """A pipeline, and images that it answers in all ways, with these answers as their labels."""
+    answering = classifier()
+    rng = np.random.default_rng(1)
+    images = [Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(40)]
+    return answering, images, expected_scores(answering, images).argmax(1)
+
+
+def run_module(module):
+    """Let a module of images stand in for an exported file."""
+
+    def classify(images):
+        with torch.no_grad():
+            return module(torch.from_numpy(images)).numpy()
+
+    return classify
+
+
+def test_proof_of_an_equal_export_has_no_fault(labelled):
+    answering, images, labels = labelled
+    proof = prove(
+        answering, run_module(ImageScores(answering.model, answering.image_processor)), images, labels, False
+    )
+    assert proof["faults"] == []
+    assert proof["test"] == {"images": 40, "largest_difference": pytest.approx(0, abs=1e-5), "answers_changed": 0}
+    assert proof["export"] == proof["pipeline"]
+    assert proof["export"]["accuracy"] == 1
+
+
+def swap_channels(module):
+    return lambda images: run_module(module)(images[..., ::-1].copy())
+
+
+def leave_normalization_out(module):
+    module.mean.zero_()
+    module.std.fill_(255)
+    return run_module(module)
+
+
+def interpolate_otherwise(module):
+    module.bicubic = True
+    return run_module(module)
+
+
+def resize_without_antialiasing(module):
+    def classify(images):
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float()
+        pixels = nn.functional.interpolate(pixels, module.size, mode="bilinear").round()
+        return run_module(module)(pixels.permute(0, 2, 3, 1).byte().numpy())
+
+    return classify
+
+
+@pytest.mark.parametrize(
+    "wrong", [swap_channels, leave_normalization_out, interpolate_otherwise, resize_without_antialiasing]
+)
+def test_proof_finds_wrong_preprocessing(wrong, labelled):
+    answering, images, labels = labelled
+    classify = wrong(ImageScores(answering.model, answering.image_processor))
+    assert "odd images" in " ".join(prove(answering, classify, images, labels, False)["faults"])
+
+
+@pytest.mark.parametrize(("wrong_images", "is_refused"), [(3, False), (4, True)])
+def test_8_bit_integers_may_lose_half_a_point_or_three_images(wrong_images, is_refused, labelled):
+    answering, images, labels = labelled
+    right, calls = run_module(ImageScores(answering.model, answering.image_processor)), []
+
+    def classify(batch):
+        scores = right(batch)
+        if batch.shape == (32, 16, 24, 3):
+            scores[:wrong_images] = np.roll(scores[:wrong_images], 1, axis=1)
+            calls.append(batch)
+        return scores
+
+    faults = prove(answering, classify, images, labels, True)["faults"]
+    assert len(calls) == 1
+    assert bool(faults) == is_refused
+    assert not faults or faults[0].startswith("accuracy falls from 1.0000 to 0.9000, by more than 0.0750")
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_scores_that_are_no_numbers_are_a_fault(wrong, labelled):
+    answering, images, labels = labelled
+    faults = prove(answering, lambda batch: np.full((len(batch), 5), wrong), images, labels, False)["faults"]
+    assert "scores of test images differ" in faults[0]
+
+
+@pytest.mark.parametrize("targets", [np.array([0, 3, 1]), np.eye(3, 5, dtype=np.int64), np.random.randn(3, 5)])
+def test_metrics_of_scores_are_those_of_the_logits(targets):
+    logits = torch.randn(3, 5, dtype=torch.float64)
+    scores = {1: logits.softmax(-1), 2: logits.sigmoid() if targets.dtype == np.int64 else logits}[targets.ndim]
+    summaries, _ = evaluate_scores(scores.numpy(), targets)
+    expected = summarize_logits(logits, torch.from_numpy(targets))
+    pairs = zip(summaries, expected, strict=True) if targets.ndim == 1 else [(summaries, expected)]
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5)
+
+
+def test_scores_of_zero_have_a_finite_loss():
+    _, metrics = evaluate_scores(np.array([[1.0, 0.0, 0.0]]), np.array([1]))
+    assert 20 < metrics["loss"] < 40
+
+
+def test_time_is_measured_for_the_model_as_it_is_and_optimized():
+    answering = classifier()
+    times = milliseconds(answering, lambda images: images, np.zeros((2, 16, 24, 3), np.uint8))
+    assert list(times) == ["PyTorch", "PyTorch, optimized", "export"]
+    assert times["export"] < min(times["PyTorch"], times["PyTorch, optimized"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_center_crop": True, "crop_size": 16}, "do_center_crop True"),
+        ({"resample": 0}, "resample 0"),
+        ({"do_resize": False}, "size {.*}"),
+    ],
+)
+def test_other_preprocessing_is_refused(options, message, tmp_path):
+    with pytest.raises(UserError, match=f"The image processor cannot be exported: {message}"):
+        export(classifier(processor(**options)), tmp_path, "pt2")
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(export_module.PACKAGES, "onnx", ("numpy", "no_such_package"))
+    with pytest.raises(
+        UserError, match=r"--format onnx needs no_such_package: pip install \"hf-vit-scratch\[export\]"
+    ):
+        export(classifier(), tmp_path, "onnx")
+
+
+def test_exported_folder_needs_its_runtime_and_pillow_only(tmp_path):
+    answering = classifier()
+    path = export(answering, tmp_path, "onnx")
+    facts = {"model": path.name, "labels": [answering.model.config.id2label[n] for n in range(5)]}
+    (tmp_path / "export.json").write_text(json.dumps(facts))
+    image = tmp_path / "odd.png"
+    image.write_bytes([*odd_images()][1])
+    script = (
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'torchvision', 'transformers', 'hf_vit_scratch', 'scipy'))\n"
+        f"sys.argv = ['predict.py', {str(image)!r}]\n"
+        f"runpy.run_path({str(tmp_path / 'predict.py')!r}, run_name='__main__')"
+    )
+    shutil.copy(exported.__file__, tmp_path / "predict.py")
+
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    answer = json.loads(printed)
+    assert answer["image"] == str(image)
+    expected = answering(str(image))
+    assert [row["label"] for row in answer["predictions"]] == [row["label"] for row in expected]
+    for ours, theirs in zip(answer["predictions"], expected, strict=True):
+        assert ours["score"] == pytest.approx(theirs["score"], abs=1e-5)

@@ -1,0 +1,109 @@
+"""`vit-scratch export`: the files, the proof, and the report of an exported model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_train_script import SMALL, train
+
+import vit_scratch
+from hf_vit_scratch.conversion import export_proof
+from hf_vit_scratch.evaluation import exported
+
+FILES = ["export.json", "model.onnx", "predict.py", "requirements.txt"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run on the digits."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    short = ["--max_steps", "40", "--learning_rate", "4e-3", "--eval_strategy", "no", "--save_steps", "40"]
+    train.main([*SMALL, *short, "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measure_briefly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_proof, "SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def onnx(run):
+    """The folder of its export."""
+    assert vit_scratch.main(["export", str(run), "--format", "onnx"]) == 0
+    return run / "onnx"
+
+
+def test_export_writes_the_model_with_all_that_it_needs(onnx):
+    assert sorted(path.name for path in onnx.iterdir()) == FILES
+    assert (onnx / "requirements.txt").read_text().splitlines()[0].startswith("onnxruntime==")
+    assert (onnx / "predict.py").read_text() == Path(exported.__file__).read_text()
+
+
+def test_proof_compares_all_test_images(run, onnx):
+    facts = json.loads((onnx / "export.json").read_text())
+    report = json.loads((run / "metrics.json").read_text())
+    assert facts["test"]["images"] == report["images"]
+    assert facts["faults"] == []
+    assert facts["pipeline"]["accuracy"] == facts["export"]["accuracy"] == report["test_accuracy"]
+    assert facts["labels"] == report["labels"]
+    assert {*facts["milliseconds"]} == {"1 image", "32 images"}
+
+
+def test_exported_model_has_the_report_of_its_run(run, onnx, tmp_path):
+    assert vit_scratch.main(["evaluate", str(onnx / "model.onnx"), "--output_dir", str(tmp_path / "out")]) == 0
+    ours, theirs = (json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path / "out", run))
+    for name in ("confusion_matrix", "per_class", "labels", "test_accuracy", "test_accuracy_low", "problem_type"):
+        assert ours[name] == theirs[name]
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-3)
+    error = [report["calibration"]["expected_calibration_error"] for report in (ours, theirs)]
+    assert error[0] == pytest.approx(error[1], abs=1e-3)
+    assert (tmp_path / "out" / "mistakes.png").is_file()
+
+
+def test_int8_is_calibrated_and_proven(run, capsys, caplog):
+    assert vit_scratch.main(["export", str(run), "--format", "onnx", "--int8"]) == 0
+    facts = json.loads((run / "onnx-int8" / "export.json").read_text())
+    assert facts["test"]["largest_difference"] > 1e-5
+    assert facts["export"]["accuracy"] == pytest.approx(facts["pipeline"]["accuracy"], abs=0.02)
+
+
+def test_export_that_answers_otherwise_fails_and_says_why(run, tmp_path, monkeypatch, capsys):
+    load = exported.load
+
+    def swapping(path):
+        classify = load(path)
+        return lambda images: classify(images[..., ::-1].copy())
+
+    monkeypatch.setattr(exported, "load", swapping)
+    assert vit_scratch.main(["export", str(run), "--format", "pt2", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "The export does not answer as the model does: scores of odd images differ" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["faults"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "pt2", "--int8"], "--int8 is for --format onnx and openvino."),
+        (["--format", "pt2", "--split", "dev2"], "there is no split 'dev2'"),
+        (["--format", "pt2", "--learning", "0"], "unknown flag 'learning'"),
+    ],
+)
+def test_impossible_argument_is_refused(arguments, message, run, tmp_path, capsys):
+    assert vit_scratch.main(["export", str(run), *arguments, "--output_dir", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_overwrites_nothing(onnx, run, capsys):
+    assert vit_scratch.main(["export", str(run), "--format", "onnx"]) == 2
+    assert "onnx is not empty. Choose another --output_dir" in capsys.readouterr().err
+
+
+def test_file_that_is_no_export_is_refused(tmp_path, capsys):
+    (tmp_path / "model.onnx").write_bytes(b"")
+    command = ["evaluate", str(tmp_path / "model.onnx"), "--data", "digits", "--output_dir", str(tmp_path / "out")]
+    assert vit_scratch.main(command) == 2
+    assert "model.onnx cannot be loaded: " in capsys.readouterr().err
