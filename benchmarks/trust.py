@@ -16,7 +16,7 @@ from scipy.special import softmax
 from sklearn.metrics import roc_auc_score
 
 from hf_vit_scratch.data.splits import load_digits, load_splits
-from hf_vit_scratch.evaluation.metrics import calibration, wilson_interval
+from hf_vit_scratch.evaluation.metrics import calibration
 from hf_vit_scratch.evaluation.predict import forward, load_classifier
 from hf_vit_scratch.evaluation.trust import Trust
 from hf_vit_scratch.training import run
@@ -89,8 +89,7 @@ def row_of(pair: tuple[int, int], output: Path, unknown: list[Path], args: argpa
         half = Trust.fit(*of_train, (seen[1][first], seen[0][first], true[first]), 0.99)
         scores = softmax(seen[0][second] / half.temperature, axis=1).max(axis=1)
         is_known = half.distances(torch.from_numpy(seen[1][second])).numpy() <= half.largest_distance
-        low, high = wilson_interval(float((is_known & (scores >= half.least_score)).mean()), len(second))
-        inside += low <= half.coverage <= high
+        inside += half.coverage_low <= float((is_known & (scores >= half.least_score)).mean()) <= half.coverage_high
     return (
         f"| {pair[0]} and {pair[1]} | {auroc:.3f} | {errors[1]:.3f}, {errors[0]:.3f} | {answered:.0%} | "
         f"{inside} of {args.splits} |"

@@ -1,4 +1,4 @@
-"""The tools that people use next, each as docs/tools.md shows it."""
+"""The tools that people use next, each as docs/guides/tools.md shows it."""
 
 import json
 import sys
@@ -155,7 +155,7 @@ def exported(tmp_path_factory):
     for name, style in STYLES.items():
         config = ViTScratchConfig(**ONE_LAYER, **style)
         model = randomize_(ViTScratchForImageClassification(config).eval(), std=0.2)
-        size = (16, 24) if name == "post-LN" else (20, 32)  # the model's own, as in docs/tools.md, and another
+        size = (16, 24) if name == "post-LN" else (20, 32)  # the model's own, as in docs/guides/tools.md, and another
         inputs = {"pixel_values": torch.randn(2, 3, *size)}
         shapes = {"pixel_values": {axis: torch.export.Dim.DYNAMIC for axis in (0, 2, 3)}}
         graph = OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=shapes))

@@ -37,6 +37,16 @@ def test_checkpoint_counts_once_it_is_finished(make, tmp_path):
     assert find_checkpoint(True, tmp_path) == whole
 
 
+def test_system_that_forbids_links_has_none(make, tmp_path, monkeypatch):
+    def forbid(self, target):
+        raise OSError("A required privilege is not held by the client")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", forbid)
+    folder = make(3, limit=1)
+    assert complete_checkpoints(tmp_path) == [folder]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
+
+
 def test_newest_is_the_one_with_the_largest_step(make, tmp_path):
     assert [make(step, limit=None) for step in (10, 9, 2)] == complete_checkpoints(tmp_path)
 

@@ -9,6 +9,8 @@ from test_train_script import SMALL, train
 import vit_scratch
 from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.evaluation import exported
+from hf_vit_scratch.training import export
+from hf_vit_scratch.training.evaluate import load_rows
 
 FILES = ["export.json", "model.onnx", "predict.py", "requirements.txt"]
 
@@ -63,9 +65,12 @@ def test_exported_model_has_the_report_of_its_run(run, onnx, tmp_path):
     assert (tmp_path / "out" / "mistakes.png").is_file()
 
 
-def test_int8_is_calibrated_and_proven(run, capsys, caplog):
+def test_int8_is_calibrated_on_other_images_than_it_is_proven_on(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(export, "load_rows", lambda *arguments: asked.append(arguments[-1]) or load_rows(*arguments))
     assert vit_scratch.main(["export", str(run), "--format", "onnx", "--int8"]) == 0
     facts = json.loads((run / "onnx-int8" / "export.json").read_text())
+    assert asked == [None, "validation"]
     assert facts["test"]["largest_difference"] > 1e-5
     assert facts["export"]["accuracy"] == pytest.approx(facts["pipeline"]["accuracy"], abs=0.02)
 

@@ -114,7 +114,7 @@ def export(
     else:
         import openvino
 
-        with tempfile.TemporaryDirectory() as aside:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
             _write_onnx(program, graph := Path(aside) / "model.onnx", calibration)
             openvino.save_model(openvino.convert_model(graph), path, compress_to_fp16=False)
     return path
@@ -133,11 +133,13 @@ def _refuse_other_preprocessing(image_processor: Any) -> None:
     wrong += ["resample"] if options["resample"] not in (Resampling.BILINEAR, Resampling.BICUBIC) else []
     if wrong:
         listed = ", ".join(f"{name} {options[name]}" for name in wrong)
-        raise UserError(f"The image processor cannot be exported: {listed}. docs/tools.md exports a model without it.")
+        raise UserError(
+            f"The image processor cannot be exported: {listed}. docs/guides/tools.md exports a model alone."
+        )
 
 
 def _write_onnx(program: Any, path: Path, calibration: Sequence[NDArray[Any]]) -> None:
-    with tempfile.TemporaryDirectory() as aside:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
         plain = Path(aside) / "model.onnx" if calibration else path
         names: dict[str, Any] = {"input_names": ["images"], "output_names": ["scores"]}
         cast(Any, torch.onnx.export(program, dynamo=True, verbose=False, **names)).save(plain)

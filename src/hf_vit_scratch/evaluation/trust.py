@@ -20,7 +20,7 @@ from sklearn.covariance import LedoitWolf
 from torch import Tensor
 from transformers.utils import cached_file
 
-from .metrics import calibration
+from .metrics import calibration, wilson_interval
 
 FILE = "trust.safetensors"
 UNKNOWN = "unknown"  # the answer for an image that the model should not name
@@ -67,6 +67,7 @@ class Trust:
         calibration_error, error_before: Expected calibration error on the validation split, with it and without it.
         target_accuracy: Accuracy on the validation split for which `least_score` was chosen, if one was asked for.
         coverage: Share of the validation split that is answered.
+        coverage_low, coverage_high: Between which, in 95% of cases, the share of as many new images will lie.
         accuracy: Accuracy of these answers there, `None` if there are none.
     """
 
@@ -79,6 +80,8 @@ class Trust:
     error_before: float = math.nan
     target_accuracy: float | None = None
     coverage: float = 1.0
+    coverage_low: float = 0.0
+    coverage_high: float = 1.0
     accuracy: float | None = None
 
     @classmethod
@@ -120,6 +123,9 @@ class Trust:
             trust.least_score = float(scores[known][order][reached[-1]]) if len(reached) else ABOVE_ALL_SCORES
         answered = known & (scores >= trust.least_score)
         trust.coverage = float(answered.mean())
+        # The new images have a random error of their own, as large as that of these: as if there were half as many.
+        interval = wilson_interval(trust.coverage, max(1, len(labels) // 2))
+        trust.coverage_low, trust.coverage_high = interval
         trust.accuracy = float(right[answered].mean()) if answered.any() else None
         return trust
 

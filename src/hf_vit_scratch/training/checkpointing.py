@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -81,8 +82,9 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
         if target is not None and target.is_dir() and target.parent.resolve() == folder.parent.resolve():
             aside = folder.parent / f".{link}"
             aside.unlink(missing_ok=True)
-            aside.symlink_to(target.name)
-            os.replace(aside, folder.parent / link)
+            with suppress(OSError):  # Windows allows links to administrators and developers only
+                aside.symlink_to(target.name)
+                os.replace(aside, folder.parent / link)
     if limit:
         complete = complete_checkpoints(folder.parent)
         others = [path for path in complete if path not in (folder, best)]
