@@ -16,7 +16,8 @@ from hf_vit_scratch.training.recipe import RECIPES
 ROOT = Path(__file__).parents[1]
 
 project = "hf_vit_scratch"
-author = "The hf_vit_scratch authors"
+html_show_copyright = False
+html_copy_source = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = [

@@ -23,14 +23,14 @@ FOLDER = Path(__file__).with_name("pictures")
 
 def draw(seen: list[ImageAttention], truths: list[str], color: str, path: Path) -> None:
     """Draw each image above a grey copy with its class attention, with the answer as its title."""
-    figure = Figure(figsize=(1.25 * len(seen), 3.1), layout="constrained")
+    figure = Figure(figsize=(1.25 * len(seen), 3.4), layout="constrained")
     axes: Any = figure.subplots(2, len(seen))
     for (above, below), image, truth in zip(axes.T, seen, truths, strict=True):
         height, width = image.pixels.shape[:2]
         best = image.predictions[0]
-        answer = f"{best['label']} {best['score']:.0%}"
-        wrong = "" if best["label"] == truth else f"\n(is {truth})"
-        above.set_title(f"{answer}{wrong}", fontsize=9, color=color)
+        above.set_title(f"{best['label']}\n{best['score']:.0%}", fontsize=13, color=color)
+        if best["label"] != truth:
+            below.set_title(f"is {truth}", fontsize=13, color=color)
         above.imshow(image.pixels)
         below.imshow(image.pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
         below.imshow(
