@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def make_rows(kind, photographs):
     return Dataset.from_dict({"image": images, "label": [number % 5 for number in range(21)]}, features=features)
 
 
-def trained(rows, policy, folder, workers, **options):
+def trained(rows, policy, folder, workers, start=None, **options):
     """The weights after training, and the number of worker processes that prepared the images."""
     stages, stage = training_stages((16, 24), auto_augment=policy, **AUGMENTATION)
     mixing = Mixup(5, mixup_alpha=0.4, cutmix_alpha=1.0, mixup_prob=0.8, label_smoothing=0.1)
@@ -49,7 +50,7 @@ def trained(rows, policy, folder, workers, **options):
     args = ViTTrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=1e-3, save_strategy="no",
         eval_strategy="steps", eval_steps=STEPS // 2, load_best_model_at_end=False, disable_tqdm=True, use_cpu=True,
-        dataloader_num_workers=workers, metric_for_best_model=None,
+        dataloader_num_workers=workers, metric_for_best_model=None, dataloader_multiprocessing_context=start,
     )  # fmt: skip
     torch.manual_seed(1)
     trainer = ViTTrainer(
@@ -86,3 +87,14 @@ def test_weights_do_not_depend_on_workers(kind, policy, options, photographs, tm
     for other_weights, other_losses, _ in others:
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
         assert other_losses == losses
+
+
+def test_workers_that_are_started_afresh_give_the_same_weights(photographs, tmp_path, monkeypatch):
+    # As on macOS and Windows, where a worker gets a pickled copy of the dataset.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 2)  # each worker imports torch
+    rows = make_rows("photographs", photographs)
+    forked, spawned = (trained(rows, "randaugment", tmp_path, 1, start) for start in ("fork", "spawn"))
+    assert all(torch.equal(forked[0][name], spawned[0][name]) for name in forked[0])
+    assert forked[1] == spawned[1]
