@@ -70,7 +70,7 @@ def test_report_says_what_was_found(run):
     assert f"to {trust.coverage:.1%} of the validation images" in card
 
 
-def test_predict_answers_or_says_unknown(run, tmp_path):
+def test_predict_answers_or_says_unknown(run, tmp_path, capsys):
     noise = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
     for number, image in enumerate(load_splits("digits")["test"]["image"][:60]):
@@ -81,6 +81,9 @@ def test_predict_answers_or_says_unknown(run, tmp_path):
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     trust, answers = Trust.load(str(run)), [row["answer"] for row in rows]
     assert answers[-1] == "unknown"  # noise.png
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{tmp_path / 'out.csv'}: 61 images, ")
+    assert f", {answers.count('unknown')} unknown" in last
     assert all(row["answer"] in (row["label_1"], "unknown") for row in rows)
     assert all(row["answer"] == "unknown" for row in rows if float(row["score_1"]) < trust.least_score)
     assert trust.coverage - 0.2 < np.mean([answer != "unknown" for answer in answers[:-1]]) < trust.coverage + 0.2

@@ -253,3 +253,12 @@ def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 )
 def test_command_that_a_run_begins_with_does_not_resume(resuming):
     assert without_resuming(["a.yaml", *resuming, "--seed", "1"]) == ["a.yaml", "--seed", "1"]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "given", "disabled"),
+    [(True, [], False), (False, [], True), (False, ["--disable_tqdm", "false"], False)],
+)
+def test_progress_bars_are_for_terminals(is_terminal, given, disabled, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert parse_recipe(given)[0].training.disable_tqdm is disabled

@@ -94,10 +94,8 @@ def export(
         calibration: Images, uint8 (1, height, width, 3), for the ranges of 8-bit integers; none for float32.
 
     Raises:
-        UserError: A package is missing, or the image processor does what cannot be exported.
+        UserError: The image processor does what cannot be exported.
     """
-    if missing := [package for package in PACKAGES[format] if find_spec(package) is None]:
-        raise UserError(f'--format {format} needs {", ".join(missing)}: pip install "hf-vit-scratch[export]".')
     _refuse_other_preprocessing(classifier.image_processor)
     model: Any = copy.deepcopy(classifier.model)
     model.set_attn_implementation("eager")  # torch's own also searches for rows without any key
@@ -118,6 +116,12 @@ def export(
             _write_onnx(program, graph := Path(aside) / "model.onnx", calibration)
             openvino.save_model(openvino.convert_model(graph), path, compress_to_fp16=False)
     return path
+
+
+def refuse_missing_packages(format: str) -> None:
+    """Raise a `UserError` if a package for a format is not installed."""
+    if missing := [package for package in PACKAGES[format] if find_spec(package) is None]:
+        raise UserError(f"--format {format} needs more packages: python -m pip install {' '.join(missing)}")
 
 
 def labels_and_type(config: Any) -> tuple[list[str], ProblemType]:

@@ -153,7 +153,7 @@ def milliseconds(
 
     variants: dict[str, Callable[[], Any]] = {
         "PyTorch": lambda: run(model),
-        "PyTorch, optimized": lambda: run(fast),
+        "optimized PyTorch": lambda: run(fast),
         "export": lambda: classify(images),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}

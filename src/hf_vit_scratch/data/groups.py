@@ -48,7 +48,9 @@ def keep_together(
         pairs = find_near_duplicates(splits.values())
         if args.near_duplicates == "drop":
             kept[pairs[:, 0]] = False
-        if len(pairs):
+        if not len(pairs):
+            logger.info("%s: no near duplicates were found.", args.data)
+        else:
             _list_near_duplicates(args, splits, places, pairs, listing)
     links = pairs
     if args.group_by is not None:

@@ -1,6 +1,6 @@
 """Classify images with the exported model beside this file.
 
-    python predict.py IMAGE [IMAGE ...]
+    python predict.py IMAGE [IMAGE ...]    files, not folders; prints a JSON line for each
 
 It needs Pillow and the runtime of the model: onnxruntime, openvino or torch (see requirements.txt).
 """
@@ -42,6 +42,8 @@ def read_image(file: Any) -> np.ndarray:
 if __name__ == "__main__":
     folder = Path(__file__).parent
     facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    if len(sys.argv) == 1 or not all(Path(path).is_file() for path in sys.argv[1:]):
+        sys.exit(__doc__)
     scores_of = load(folder / facts["model"])
     for path in sys.argv[1:]:
         scores = scores_of(read_image(path)[None])[0]

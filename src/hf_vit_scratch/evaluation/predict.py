@@ -25,6 +25,7 @@ import glob
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ def main(argv: list[str]) -> int:
     args, paths = parse(PROGRAM, __doc__, argv, output=output_options, top_k=top_k_options)
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
-    config, exit_code = classifier.model.config, 0
+    config, exit_code, answers = classifier.model.config, 0, Counter[str]()
     top_k = min(args.top_k, config.num_labels)
     columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
     if config.problem_type == "regression":
@@ -264,6 +265,11 @@ def main(argv: list[str]) -> int:
             table.writeheader()
         for result in name_broken(PROGRAM, results, len(paths), in_terminal or None):
             exit_code |= "error" in result
+            if "answer" in result:
+                answers[result["answer"]] += 1
             table.writerow(_table_row(result)) if is_table else print(json.dumps(result), file=file)
             file.flush()
+    if args.output is not None:
+        listed = "".join(f", {number} {answer}" for answer, number in answers.most_common(10))
+        print(f"{args.output}: {len(paths)} images{listed}", file=sys.stderr)
     return exit_code

@@ -1,6 +1,7 @@
 """The flags of `vit-scratch train`, as dataclasses."""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
+from transformers.utils import is_in_notebook
 
 from ..data.options import AugmentationArguments, DataArguments, MixingArguments, flag
 from ..errors import UserError
@@ -172,6 +174,8 @@ class ViTTrainingArguments(TrainingArguments):
                 "early_stopping_patience needs evaluations, but eval_strategy is no. Give --eval_strategy steps or "
                 "epoch."
             )
+        if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
+            self.disable_tqdm = True  # in a file, each step of a bar would be a line
         if not torch.accelerator.is_available():
             # Without this, processes that torchrun starts do not find each other, and each would train alone.
             self.use_cpu = True

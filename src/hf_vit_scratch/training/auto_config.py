@@ -90,7 +90,8 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     if alike and max(sides[0]) <= max(pixels):
         choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
-        choose("images of many sizes, or larger than the model's", random_resized_crop_scale=0.35)
+        reason = "images larger than the model's" if alike else "images of many sizes"
+        choose(reason, random_resized_crop_scale=0.35)
 
 
 def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: Recipe) -> None:

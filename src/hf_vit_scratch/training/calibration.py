@@ -43,7 +43,8 @@ def calibrate(trainer: ViTTrainer) -> None:
             parameter.div_(trust.temperature)
     model.config.temperature = trust.temperature
     logger.info(
-        "Calibrated on the validation split: calibration error %.3f, before %.3f.",
+        "Calibrated on %d validation images: calibration error %.3f, before %.3f.",
+        len(cast(Any, trainer.eval_dataset)),
         trust.calibration_error,
         trust.error_before,
     )

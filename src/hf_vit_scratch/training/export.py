@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ..conversion.export import FILES, PACKAGES, export, labels_and_type
+from ..conversion.export import FILES, PACKAGES, export, labels_and_type, refuse_missing_packages
 from ..conversion.export_proof import BATCH, milliseconds, prove
 from ..data.images import images_of
 from ..data.splits import with_names
@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
     args, recipe, run = open_run(given.run, given.data, flags, folder)
     if given.int8 and given.format == "pt2":
         raise UserError("--int8 is for --format onnx and openvino.")
+    refuse_missing_packages(given.format)
     classifier: Any = load_classifier(given.run, device="cpu")
     refuse_other_models(classifier.model)
     classifier.model.float()
@@ -121,6 +122,6 @@ def summary(facts: dict[str, Any]) -> str:
         changed = f"{found['answers_changed']} of {found['images']} answers change"
         lines.append(f"{name.title():11}{changed}; scores differ by up to {found['largest_difference']:.1e}")
     for batch, times in facts["milliseconds"].items():
-        each = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
-        lines.append(f"Time       {batch}: milliseconds from images to scores: {each}")
+        each = "; ".join(f"{name} {time:.2f} ms" for name, time in times.items())
+        lines.append(f"Time       {batch}, to scores: {each}")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from .auto_config import images_per_second, planned_passes, sizes_and_modes
 from .trainer import ViTTrainer
 
 OVERFIT_IMAGES = 64  # images that the model must be able to learn by heart
-SHOWN_IMAGES = 36
+SHOWN_IMAGES = 18  # twice
 MAX_STEPS = 200
 SECONDS = 5.0  # for each measurement of speed
 TRIAL_SECONDS = 45.0  # of real training
@@ -43,7 +43,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     problems += _trial(trainer)
     path = Path(trainer.args.output_dir) / "samples.png"
     _plot_samples(trainer, label_names(splits["train"].features["label"]), path)
-    print(f"Samples    {path}: images as the model gets them, with their labels")
+    print(f"Samples    {path}: images as the model gets them, and below that as it gets them in training")
     verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
     print("\n           - ".join([f"Verdict    {verdict}", *problems]))
     return not problems
@@ -76,6 +76,7 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
     sides, modes = sizes_and_modes(rows)
     size = trainer.model.config.image_height_width
     counted = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
+    counted = counted if len(sides) == len(rows) else f"{len(sides)} of {len(rows)} looked at: {counted}"
     (width, height), (widest, highest) = sides.min(axis=0), sides.max(axis=0)
     sizes = f"width {width} to {widest}, height {height} to {highest}; the model gets {size[1]}x{size[0]}"
     print(f"Images     {counted}; {sizes}")
@@ -121,7 +122,7 @@ def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _trial(trainer: ViTTrainer) -> list[str]:
     """Train as the run would, for some seconds, with a rate that warms up over the first half of them."""
-    optimizer = trainer.create_optimizer()
+    optimizer, images = trainer.create_optimizer(), 0
     rates = [group["lr"] for group in optimizer.param_groups]
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
     losses: list[float] = []
@@ -137,12 +138,13 @@ def _trial(trainer: ViTTrainer) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        images += len(batch["pixel_values"])
     part = math.ceil(len(losses) / 10)
     first, last = np.mean(losses[:part]), np.mean(losses[-part:])
     moves = last < (1 - MIN_RELATIVE_GAIN) * first
     print(
-        f"Trial      loss {first:.3f} at first, {last:.3f} after {len(losses)} steps ({TRIAL_SECONDS:g} s): it "
-        f"{'falls' if moves else 'has hardly moved'}"
+        f"Trial      loss {first:.3f} at first, {last:.3f} after {len(losses)} steps ({TRIAL_SECONDS:g} s, "
+        f"{images / TRIAL_SECONDS:.0f} images/s): it {'falls' if moves else 'has hardly moved'}"
     )
     if not moves:
         return ["The loss has hardly moved in a short trial. Do the labels belong to the images (see the samples)? "
@@ -188,20 +190,26 @@ def data_report(trainer: ViTTrainer) -> str:
 
 
 def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
-    """Plot augmented training images, each with the class that it has most of, its labels or its numbers."""
+    """Plot training images, as they are and below that augmented, each with its class, its labels or its numbers."""
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
-    pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage=min(1, len(dataset.stages) - 1))
-    images = [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
+    images, captions = list[Image.Image](), list[str]()
+    for stage in (None, min(1, len(dataset.stages) - 1)):
+        pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage)
+        images += [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
+        captions += _captions(trainer, names, labels)
+    plot_images(images, captions, path)
+
+
+def _captions(trainer: ViTTrainer, names: list[str], labels: Tensor) -> list[str]:
+    """Return a text for the target of each image; of a mixture, the class that it has most of, and its share."""
     if (problem := trainer.model.config.problem_type) is not None:
         least = -math.inf if problem == "regression" else 0.1
-        captions = [
+        return [
             ", ".join(
                 f"{name} {value:.3g}" for name, value in zip(names, label.tolist(), strict=True) if value > least
             )
             for label in labels
         ]
-    elif labels.is_floating_point():
-        captions = [f"{names[int(label.argmax())]} {label.max() / label.sum():.0%}" for label in labels]
-    else:
-        captions = [names[int(label)] for label in labels]
-    plot_images(images, captions, path)
+    if labels.is_floating_point():
+        return [f"{names[int(label.argmax())]} {label.max() / label.sum():.0%}" for label in labels]
+    return [names[int(label)] for label in labels]
