@@ -146,6 +146,23 @@ def test_proof_of_an_equal_export_has_no_fault(labelled):
     assert proof["export"]["accuracy"] == 1
 
 
+@pytest.mark.parametrize(("kind", "metric"), [("several labels", "average_precision"), ("numbers", "r2")])
+def test_proof_takes_every_kind_of_target(kind, metric):
+    answering = classifier(**KINDS[kind])
+    rng = np.random.default_rng(1)
+    images = [Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(40)]
+    scores = expected_scores(answering, images)
+    labels = scores.astype(np.float64) if kind == "numbers" else (scores > np.median(scores, axis=0)).astype(np.int64)
+    right = run_module(ImageScores(answering.model, answering.image_processor))
+
+    proof = prove(answering, right, images, labels, False)
+    assert (proof["metric"], proof["faults"]) == (metric, [])
+    assert proof["export"][metric] == pytest.approx(1, abs=1e-3)
+    wrong = prove(answering, lambda batch: right(batch[:, ::-1].copy()), images, labels, False)
+    assert "scores of test images differ" in wrong["faults"][0]
+    assert bool(wrong["test"]["answers_changed"]) == (kind != "numbers")
+
+
 def swap_channels(module):
     return lambda images: run_module(module)(images[..., ::-1].copy())
 

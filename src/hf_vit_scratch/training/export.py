@@ -44,20 +44,7 @@ CALIBRATION_IMAGES = 256
 
 def main(argv: Sequence[str]) -> None:
     """Run `vit-scratch export`."""
-    parser = argparse.ArgumentParser(
-        prog="vit-scratch export",
-        usage="vit-scratch export RUN --format {onnx,openvino,pt2} [--int8] [--output_dir DIR] [--flag value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or of another saved model of this package")
-    parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
-    parser.add_argument("--int8", action="store_true", help="multiply 8-bit integers, scaled by validation images")
-    parser.add_argument("--data", help="images with labels for the proof (default: those of the run)")
-    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: RUN/FORMAT)")
-    given, flags = parser.parse_known_args(argv)
+    given, flags = _parser().parse_known_args(argv)
     folder = given.output_dir or Path(given.run).expanduser() / (given.format + "-int8" * given.int8)
     args, recipe, run = open_run(given.run, given.data, flags, folder)
     if given.int8 and given.format == "pt2":
@@ -110,13 +97,31 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vit-scratch export",
+        usage="vit-scratch export RUN --format {onnx,openvino,pt2} [--int8] [--output_dir DIR] [--flag value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or of another saved model of this package")
+    parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
+    parser.add_argument("--int8", action="store_true", help="multiply 8-bit integers, scaled by validation images")
+    parser.add_argument("--data", help="images with labels for the proof (default: those of the run)")
+    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: RUN/FORMAT)")
+    return parser
+
+
 def summary(facts: dict[str, Any]) -> str:
     """Return what `export.json` says as a few lines."""
     metric, lines = facts["metric"], [f"Size       {facts['megabytes']:.2f} MB"]
     for name in ("pipeline", "export"):
         scores = facts[name]
-        interval = f" (95% interval {scores[f'{metric}_low']:.4f} to {scores[f'{metric}_high']:.4f})"
-        lines.append(f"{name.title():11}{metric} {scores[metric]:.4f}{interval if f'{metric}_low' in scores else ''}")
+        low, high = scores.get(f"{metric}_low"), scores.get(f"{metric}_high")
+        interval = "" if low is None else f" (95% interval {low:.4f} to {high:.4f})"
+        lines.append(f"{name.title():11}{metric} {scores[metric]:.4f}{interval}")
     for name in ("test", "odd"):
         found = facts[name]
         changed = f"{found['answers_changed']} of {found['images']} answers change"
