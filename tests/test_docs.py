@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from test_train_script import SMALL, train
@@ -29,17 +28,8 @@ ELSEWHERE = re.compile(
     r"pip |python3? -m (pip|venv)|hf |vit-scratch explore |vit-scratch train --push_to_hub |python walkthrough/|"
     r"accelerate |RELIABILITY="
 )
-SHORT = [
-    *SMALL,
-    "--num_attention_heads",
-    "2",
-    "--max_train_minutes",
-    "0.02",
-    "--logging_steps",
-    "1",
-    "--speed_choice",
-    "plain",
-]
+SIZES = ["--hidden_size=32", "--num_hidden_layers=2", "--num_attention_heads=2", "--intermediate_size=64"]
+SHORT = ["--max_train_minutes=0.02", "--logging_steps=1", "--speed_choice=plain", "--use_cpu=true"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +59,15 @@ def things(tmp_path_factory):
     short = ["--max_steps", "5", "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false"]
     train.main([*SMALL, *short, "--output_dir", str(folder / "runs" / "digits")])
     train.main(
-        ["your_images", *SHORT, "--data", str(folder / "my_photos"), "--output_dir", str(folder / "runs/my_photos")]
+        [
+            "your_images",
+            *SHORT,
+            *SIZES,
+            "--data",
+            str(folder / "my_photos"),
+            "--output_dir",
+            str(folder / "runs/my_photos"),
+        ]
     )
     return folder
 
@@ -81,7 +79,6 @@ def here(things, tmp_path, monkeypatch):
     for name, seconds in (("SECONDS", 0.05), ("TRIAL_SECONDS", 0.2), ("MAX_STEPS", 2)):
         monkeypatch.setattr(sanity_check, name, seconds)
     monkeypatch.setattr(export_proof, "SECONDS", 0.0)
-    torch.set_grad_enabled(True)
 
 
 def run_command(command):
@@ -92,9 +89,8 @@ def run_command(command):
         if args.data.data != "digits" and not Path(args.data.data).exists():
             return  # a data set of the Hub
         shutil.rmtree(args.training.output_dir, ignore_errors=True)
-        fitting = ["--hidden_size", "--num_hidden_layers", "--intermediate_size", "--num_attention_heads"]
-        short = [flag for flag in SHORT if args.model.model is None or flag not in (*fitting, "32", "2", "64")]
-        assert vit_scratch.main([*argv, *short]) == 0
+        sizes = SIZES if args.model.model is None else []  # a trained model has its own
+        assert vit_scratch.main([*argv, *SHORT, *sizes]) == 0
     elif program == "vit-scratch":
         for flag in ("--output_dir", "--output"):
             if flag in argv:
@@ -111,7 +107,7 @@ def run_command(command):
     [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8")) and page.stem != "tools"],
     ids=lambda page: page.stem,
 )
-def test_every_block_of_code_runs(page, here, monkeypatch):
+def test_every_block_of_code_runs(page, here):
     names = {}
     for language, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python" and "YOUR_NAME" not in code:
@@ -157,7 +153,7 @@ def test_site_is_built_without_a_warning(tmp_path):
     assert 'script src="http' not in flags
 
 
-def test_site_has_all_pages(tmp_path):
+def test_site_has_all_pages():
     listed = (ROOT / "docs" / "index.md").read_text()
     for page in PAGES[1:]:
         name = str(page.relative_to(ROOT / "docs")).removesuffix(".md")

@@ -19,7 +19,7 @@ from transformers import ViTImageProcessor, pipeline
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.conversion import export as export_module
-from hf_vit_scratch.conversion.export import FILES, ImageScores, export
+from hf_vit_scratch.conversion.export import FILES, ImageScores, export, labels_and_type
 from hf_vit_scratch.conversion.export_proof import evaluate_scores, milliseconds, odd_images, prove, scores_of_export
 from hf_vit_scratch.conversion.export_proof import scores_of_pipeline as expected_scores
 from hf_vit_scratch.errors import UserError
@@ -273,10 +273,12 @@ def test_exported_script_says_how_it_is_used(tmp_path):
         assert "python predict.py IMAGE [IMAGE ...]    files, not folders" in ended.stderr
 
 
-def test_exported_folder_needs_its_runtime_and_pillow_only(tmp_path):
-    answering = classifier()
+@pytest.mark.parametrize("fields", [{"num_labels": 7}, NUMBERS], ids=["classes", "numbers"])
+def test_exported_folder_needs_its_runtime_and_pillow_only(fields, tmp_path):
+    answering = classifier(**fields)
     path = export(answering, tmp_path, "onnx")
-    facts = {"model": path.name, "labels": [answering.model.config.id2label[n] for n in range(5)]}
+    labels, kind = labels_and_type(answering.model.config)
+    facts = {"model": path.name, "labels": labels, "problem_type": kind}
     (tmp_path / "export.json").write_text(json.dumps(facts))
     image = tmp_path / "odd.png"
     image.write_bytes([*odd_images()][1])
@@ -293,6 +295,8 @@ def test_exported_folder_needs_its_runtime_and_pillow_only(tmp_path):
     answer = json.loads(printed)
     assert answer["image"] == str(image)
     expected = answering(str(image))
+    if kind == "regression":  # the numbers in their order, where the pipeline sorts them
+        expected.sort(key=lambda row: labels.index(row["label"]))
     assert [row["label"] for row in answer["predictions"]] == [row["label"] for row in expected]
     for ours, theirs in zip(answer["predictions"], expected, strict=True):
         assert ours["score"] == pytest.approx(theirs["score"], abs=1e-5)

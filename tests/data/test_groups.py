@@ -123,6 +123,12 @@ def test_near_duplicates_are_counted_in_the_log(caplog):
     assert "here: 2 pairs of near duplicates, 2 of them in two splits, 1 with different labels." in caplog.text
 
 
+def test_log_says_that_there_are_no_near_duplicates(caplog):
+    caplog.set_level("INFO")
+    keep_together(DataArguments(data="here"), {"train": rows_of(pictures_of(8))}, None)
+    assert "here: no near duplicates were found." in caplog.text
+
+
 def test_all_images_of_a_split_that_are_elsewhere_are_refused():
     pictures = pictures_of(8)
     splits = {"train": rows_of(pictures), "test": rows_of(pictures)}

@@ -28,11 +28,13 @@ def test_digits_pass(capsys, tmp_path):
 
     assert passed, printed
     assert "train: 1295 images of 10 classes, from 125 (8) to 131 (1)" in printed
-    assert "500 RGB; width 8 to 8, height 8 to 8; the model gets 8x8" in lines["Images"].replace(" L;", " RGB;")
+    assert "500 of 1295 looked at: 500 RGB; width 8 to 8, height 8 to 8; the model gets 8x8" in lines[
+        "Images"
+    ].replace(" L;", " RGB;")
     assert "Nothing stands in the way of training." in lines["Verdict"]
     assert "the model alone" in lines["Speed"]
     assert re.search(r"about \d+\.\d minutes of training, 60 passes over the images", lines["Time"])
-    assert "it falls" in lines["Trial"]
+    assert re.search(r"\d images/s\): it falls$", lines["Trial"])
     with Image.open(tmp_path / "samples.png") as sheet:
         assert sheet.size == (1056, 1386)  # six rows of six images
     # The folder of a check is no run that must not be overwritten.
@@ -89,3 +91,12 @@ def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path):
     assert not passed
     assert "has hardly moved" in lines["Trial"]
     assert "The loss has hardly moved in a short trial. Do the labels belong to the images" in printed
+
+
+def test_samples_are_plain_above_and_mixed_below(capsys, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(sanity_check, "plot_images", lambda images, captions, path: drawn.extend(captions))
+    check(capsys, *SMALL, "--output_dir", str(tmp_path), "--mixup_alpha", "0.8", "--mixup_prob", "1")
+    assert all(re.fullmatch(r"\d", caption) for caption in drawn[:18])
+    assert all(re.fullmatch(r"\d \d+%", caption) for caption in drawn[18:])
+    assert len(drawn) == 36

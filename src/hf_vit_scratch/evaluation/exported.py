@@ -21,7 +21,7 @@ def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
         import onnxruntime
 
         session = onnxruntime.InferenceSession(model)
-        return lambda images: session.run(None, {session.get_inputs()[0].name: images})[0]
+        return lambda images: session.run(None, {"images": images})[0]
     if model.suffix == ".xml":
         import openvino
 
@@ -47,5 +47,7 @@ if __name__ == "__main__":
     scores_of = load(folder / facts["model"])
     for path in sys.argv[1:]:
         scores = scores_of(read_image(path)[None])[0]
-        predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in scores.argsort()[::-1][:5]]
+        # Numbers keep their order; of classes, the best five are shown.
+        order = range(len(scores)) if facts["problem_type"] == "regression" else scores.argsort()[::-1][:5]
+        predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in order]
         print(json.dumps({"image": path, "predictions": predictions}))

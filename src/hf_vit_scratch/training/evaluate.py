@@ -50,16 +50,8 @@ OFF = ["--push_to_hub", "false", "--torch_compile", "false", "--report_to", "non
 
 def main(argv: Sequence[str]) -> None:
     """Run `vit-scratch evaluate`."""
-    parser = argparse.ArgumentParser(
-        prog="vit-scratch evaluate",
-        usage="vit-scratch evaluate MODEL --output_dir DIR [--data DATA] [--split SPLIT] [--flag value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="MODEL", help="folder of a run or of another saved model, or an exported file")
-    parser.add_argument("--data", help="images with labels, as for `vit-scratch train` (default: those of the run)")
-    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
+    usage = "MODEL --output_dir DIR [--data DATA] [--split SPLIT]"
+    parser = parser_of_runs("evaluate", usage, __doc__)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="new folder for the report")
     given, flags = parser.parse_known_args(argv)
     args, recipe, run = open_run(given.run, given.data, flags, given.output_dir)
@@ -74,6 +66,22 @@ def main(argv: Sequence[str]) -> None:
     logger.info("\n%s\nFiles      %s: metrics.json and figures", summary(report, len(rows)), output_dir)
 
 
+def parser_of_runs(command: str, usage: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command for a saved model and labelled images; other flags are those of training."""
+    parser = argparse.ArgumentParser(
+        prog=f"vit-scratch {command}",
+        usage=f"vit-scratch {command} {usage} [--flag value ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    kinds = "folder of a run, or of another saved model of this package"
+    parser.add_argument("run", metavar="MODEL", help=f"{kinds}; to evaluate, also the file of an export")
+    parser.add_argument("--data", help="images with labels, as for `vit-scratch train` (default: those of the run)")
+    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
+    return parser
+
+
 def open_run(
     model: str, data: str | None, flags: Sequence[str], output_dir: Path
 ) -> tuple[Arguments, Recipe, Path | None]:
@@ -85,8 +93,9 @@ def open_run(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")
     path = Path(model).expanduser()
-    # A checkpoint is in the folder of its run, and so is the folder of an export.
-    run = next((folder for folder in (path, *path.resolve().parents[:2]) if (folder / RECIPE).is_file()), None)
+    folder = path.parent if path.is_file() else path  # of an export
+    # The folders of checkpoints and exports are in that of their run.
+    run = next((place for place in (folder, folder.resolve().parent) if (place / RECIPE).is_file()), None)
     if run is None and data is None:
         raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")
     recipe = "your_images" if run is None else str(run / RECIPE)
@@ -141,9 +150,10 @@ def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
 
 
 def _open_export(model: str) -> Opened:
+    file = Path(model).expanduser()
     with blame_the_files(f"{model} cannot be loaded"):
-        facts = json.loads(Path(model).with_name("export.json").read_text(encoding="utf-8"))
-        classify = exported.load(Path(model))
+        facts = json.loads(file.with_name("export.json").read_text(encoding="utf-8"))
+        classify = exported.load(file)
 
     def predict(rows: Dataset) -> PredictionOutput:
         labels = targets_of(rows)

@@ -12,7 +12,6 @@ and on odd ones. It fails if the answers differ beyond a bound. The figures are 
 of `vit-scratch evaluate`.
 """
 
-import argparse
 import json
 import logging
 import shlex
@@ -34,7 +33,7 @@ from ..errors import UserError
 from ..evaluation import exported
 from ..evaluation.model_card import describe_machine
 from ..evaluation.predict import load_classifier, refuse_other_models
-from .evaluate import load_rows, open_run
+from .evaluate import load_rows, open_run, parser_of_runs
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,12 @@ CALIBRATION_IMAGES = 256
 
 def main(argv: Sequence[str]) -> None:
     """Run `vit-scratch export`."""
-    given, flags = _parser().parse_known_args(argv)
+    usage = "MODEL --format {onnx,openvino,pt2} [--int8] [--data DATA] [--split SPLIT] [--output_dir DIR]"
+    parser = parser_of_runs("export", usage, __doc__)
+    parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
+    parser.add_argument("--int8", action="store_true", help="compute in 8-bit integers, chosen by validation images")
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
+    given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or Path(given.run).expanduser() / (given.format + "-int8" * given.int8)
     args, recipe, run = open_run(given.run, given.data, flags, folder)
     if given.int8 and given.format == "pt2":
@@ -97,23 +101,6 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vit-scratch export",
-        usage="vit-scratch export RUN --format {onnx,openvino,pt2} [--int8] [--output_dir DIR] [--flag value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or of another saved model of this package")
-    parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
-    parser.add_argument("--int8", action="store_true", help="multiply 8-bit integers, scaled by validation images")
-    parser.add_argument("--data", help="images with labels for the proof (default: those of the run)")
-    parser.add_argument("--split", help="split of the data (default: test, or all images if there are no splits)")
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: RUN/FORMAT)")
-    return parser
-
-
 def summary(facts: dict[str, Any]) -> str:
     """Return what `export.json` says as a few lines."""
     metric, lines = facts["metric"], [f"Size       {facts['megabytes']:.2f} MB"]
@@ -124,8 +111,9 @@ def summary(facts: dict[str, Any]) -> str:
         lines.append(f"{name.title():11}{metric} {scores[metric]:.4f}{interval}")
     for name in ("test", "odd"):
         found = facts[name]
-        changed = f"{found['answers_changed']} of {found['images']} answers change"
-        lines.append(f"{name.title():11}{changed}; scores differ by up to {found['largest_difference']:.1e}")
+        changed = f"{found['answers_changed']} of {found['images']} answers change; "
+        changed = "" if facts["problem_type"] == "regression" else changed
+        lines.append(f"{name.title():11}{changed}scores differ by up to {found['largest_difference']:.1e}")
     for batch, times in facts["milliseconds"].items():
         each = "; ".join(f"{name} {time:.2f} ms" for name, time in times.items())
         lines.append(f"Time       {batch}, to scores: {each}")
