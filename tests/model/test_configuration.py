@@ -59,7 +59,6 @@ def test_default_encoder_is_bert_style():
             {"label_scale": [1.0, 0.0]},
             r"label_scale must be a list of positive and finite numbers, got \[1\.0, 0\.0\]",
         ),
-        ({"encoder_stride": 8}, r"encoder_stride must be None or equal patch_size \(16\), got 8"),
     ],
 )
 def test_impossible_value_is_refused(fields, message):
@@ -85,7 +84,6 @@ def test_unknown_problem_type_is_refused():
         ({"num_labels": 0.0}, r"num_labels must be an integer from 0 to 1048576, got 0.0"),
         ({"norm_first": 1}, r"norm_first must be True or False, got 1"),
         ({"use_cls_token": 0}, r"use_cls_token must be True or False, got 0"),
-        ({"encoder_stride": "16"}, r"encoder_stride must be an integer or a \[height, width\] pair"),
     ],
 )
 def test_wrong_type_is_refused(fields, message):

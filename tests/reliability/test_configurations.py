@@ -47,7 +47,6 @@ PLAUSIBLE = {
     "use_cls_token": st.sampled_from([None, True, False]),
     "classifier_hidden_size": st.none() | st.integers(1, 20),
     "classifier_act": st.sampled_from(sorted(ACT2FN)),
-    "encoder_stride": st.none() | st.sampled_from([2, 4, [4, 4]]),
     "num_labels": st.integers(1, 5),
     "problem_type": st.sampled_from([None, *PROBLEM_TYPES]),
 } | {name: st.booleans() for name in ("qkv_bias", "norm_first", "qk_norm", "fc_norm", "is_causal")}

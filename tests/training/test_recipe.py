@@ -160,7 +160,7 @@ def test_model_flags_are_fields_of_the_configuration():
     own = {name for name in ViTScratchConfig.__annotations__} - {"image_size"}
     assert flags <= ours
     assert own - flags == {  # RGB only; no recipe is causal; the labels tell their mean
-        "num_channels", "is_causal", "encoder_stride", "label_mean", "label_scale", "temperature",
+        "num_channels", "is_causal", "label_mean", "label_scale", "temperature",
     }  # fmt: skip
 
 

@@ -82,8 +82,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             answers in the labels' own units.
         temperature: Number by which the classifier was divided after training, so that its scores are calibrated (Guo
             et al. 2017, https://arxiv.org/abs/1706.04599). The weights have it already.
-        encoder_stride: Pixels that the decoder of masked image modelling restores per token, in each direction. This
-            encoder keeps its grid, so that is the patch size: `None`, or the same number.
         out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and
             `"stage1"`, `"stage2"`, ..., the layers. `None` for the last one. Not a field of the class, but an argument
             and an attribute, as in transformers.
@@ -128,7 +126,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     label_mean: list[float] | None = None
     label_scale: list[float] | None = None
     temperature: float | None = None
-    encoder_stride: int | list[int] | tuple[int, int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
@@ -240,10 +237,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:
             raise ValueError("fc_norm=True needs norm_first=True: post-LN has no final LayerNorm to move.")
-        if self.encoder_stride is not None and _pair(self.encoder_stride) != self.patch_height_width:
-            raise ValueError(
-                f"encoder_stride must be None or equal patch_size ({self.patch_size}), got {self.encoder_stride!r}."
-            )
         axes = zip(("height", "width"), self.image_height_width, self.patch_height_width, strict=True)
         for axis, image, patch in axes:
             if image % patch != 0:
@@ -325,7 +318,7 @@ POSITIVES = Rule(
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("image_size", "patch_size", "encoder_stride"), SIZE),
+    **dict.fromkeys(("image_size", "patch_size"), SIZE),
     **dict.fromkeys(("num_channels", "hidden_size", "num_attention_heads"), COUNT),
     **dict.fromkeys(("intermediate_size", "classifier_hidden_size"), COUNT),
     "num_hidden_layers": DEPTH,
