@@ -34,7 +34,7 @@ from torch import nn
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.speed.hardware import bf16_is_fast, choose_muon_dtype
+from hf_vit_scratch.speed.hardware import bf16_is_fast
 from hf_vit_scratch.speed.optimize import example_batch_for, optimize
 from hf_vit_scratch.training import steps as training_steps
 from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
@@ -122,7 +122,9 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
     """Return a function that takes one step on random images of a size and returns its seconds."""
     groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
-    optimizer = MuonWithAdamW(groups, muon_dtype=getattr(torch, choose_muon_dtype("cpu")), lr=1e-3, fused=True)
+    optimizer = MuonWithAdamW(
+        groups, muon_dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32, lr=1e-3, fused=True
+    )
 
     def step(size: int) -> float:
         images = torch.randn(BATCH, 3, size, size)

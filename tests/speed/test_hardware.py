@@ -64,12 +64,10 @@ def cpu(monkeypatch):
     return pretend
 
 
-def chosen(given=(), mixed_precision="no", muon=False, muon_dtype=None):
+def chosen(given=(), mixed_precision="no"):
     """The precision, and what was said of it."""
     bf16 = mixed_precision == "bf16"
-    args = SimpleNamespace(
-        device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision, muon=muon, muon_dtype=muon_dtype
-    )
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=bf16, mixed_precision=mixed_precision)
     lines = hardware.choose(args, set(given))
     return args.bf16, args.mixed_precision, " ".join(lines)
 
@@ -106,13 +104,6 @@ def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instruction
     bf16, mixed_precision, said = chosen(given=["bf16"], mixed_precision="bf16")
     assert (bf16, mixed_precision) == (True, "bf16")
     assert ("no instructions for it: --bf16 false is faster" in said) == is_said
-
-
-@pytest.mark.parametrize(("instructions", "muon", "is_said"), [(0, 1, 1), (1, 1, 0), (0, 0, 0)])
-def test_precision_of_muon_is_said_where_it_is_not_its_usual_one(instructions, muon, is_said, cpu):
-    cpu(avx512_bf16=instructions)
-    assert ("muon_dtype float32" in chosen(muon=muon)[-1]) == is_said
-    assert "muon_dtype" not in chosen(muon=muon, muon_dtype="float32")[-1]
 
 
 def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):

@@ -28,7 +28,6 @@ from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
-from hf_vit_scratch.speed import hardware
 from hf_vit_scratch.training import optimizers, steps
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import find_checkpoint, finish_checkpoint
@@ -631,25 +630,16 @@ def test_muon_with_another_optimizer_is_refused(tmp_path):
         make_trainer(tmp_path, muon=True, optim="sgd").train()
 
 
-@pytest.mark.parametrize(
-    ("fast", "asked", "expected"),
-    [(True, None, torch.bfloat16), (False, None, torch.float32), (False, "bfloat16", torch.bfloat16),
-     (True, "float32", torch.float32)],
-)  # fmt: skip
-def test_muon_multiplies_as_asked_or_as_is_fastest(fast, asked, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "bf16_is_fast", lambda device: fast)
+@pytest.mark.parametrize(("fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_muon_multiplies_as_is_fastest(fast, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizers, "bf16_is_fast", lambda device: fast)
     dtypes = set()
     orthogonalize = optimizers.orthogonalize
     monkeypatch.setattr(optimizers, "orthogonalize", lambda x, *args: dtypes.add(x.dtype) or orthogonalize(x, *args))
 
-    make_trainer(tmp_path, muon=True, muon_dtype=asked, max_steps=1).train()
+    make_trainer(tmp_path, muon=True, max_steps=1).train()
 
     assert dtypes == {expected}
-
-
-def test_unknown_precision_of_muon_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"muon_dtype must be one of bfloat16, float32; got 'fp16'\."):
-        make_trainer(tmp_path, muon_dtype="fp16")
 
 
 @pytest.mark.parametrize("arguments", [{"ema_decay": 1.5}, {"layer_decay": 0.0}, {"max_train_minutes": -1.0}], ids=str)

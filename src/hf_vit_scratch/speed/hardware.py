@@ -63,11 +63,6 @@ def can_compile(device: str) -> bool:
     return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def choose_muon_dtype(device: str) -> str:
-    """Return the value of `muon_dtype` that is fastest on this type of device: bfloat16, torch's own, or float32."""
-    return "bfloat16" if bf16_is_fast(device) else "float32"
-
-
 def choose(training_args: Any, given: Set[str]) -> list[str]:
     """Set the precisions and the threads that suit the machine, and return what was chosen and why.
 
@@ -80,10 +75,6 @@ def choose(training_args: Any, given: Set[str]) -> list[str]:
         choices.append(f"bf16 true: this {device} multiplies matrices faster in bfloat16")
     if training_args.mixed_precision == "bf16" and not bf16_is_fast(device):
         choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
-    if training_args.muon and training_args.muon_dtype is None:
-        training_args.muon_dtype = choose_muon_dtype(device)
-        if not bf16_is_fast(device):
-            choices.append(f"muon_dtype float32: this {device} has no instructions for bfloat16")
     if device == "cpu" and use_no_more_threads_than_cores():
         choices.append(f"{torch.get_num_threads()} threads: as many cores as this process may use")
     return choices

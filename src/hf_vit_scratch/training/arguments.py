@@ -15,7 +15,6 @@ from ..data.options import AugmentationArguments, DataArguments, MixingArguments
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANT_NAME
 
-MUON_DTYPES = ("bfloat16", "float32")
 TASKS = ("image-classification", "masked-image-modeling")
 
 
@@ -109,9 +108,6 @@ class ViTTrainingArguments(TrainingArguments):
     muon_beta2: float | None = flag(
         None, "NorMuon: decay per step of the squared updates of each neuron, such as 0.95; plain Muon without it."
     )
-    muon_dtype: str | None = flag(
-        None, f"Precision of Muon's products, {' or '.join(MUON_DTYPES)}; what is faster on the machine."
-    )
     speed_choice: str = flag(
         "auto",
         "auto measures which of equal layers are the fastest; plain; or the choice of a run, such as sdpa+joined.",
@@ -154,8 +150,6 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError(f"eval_tta must be flip, or left out; got {self.eval_tta!r}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
-        if self.muon_dtype not in (None, *MUON_DTYPES):
-            raise UserError(f"muon_dtype must be one of {', '.join(MUON_DTYPES)}; got {self.muon_dtype!r}.")
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("mae"):
             self.greater_is_better = False
         if self.freeze_layers not in (None, "all") and not str(self.freeze_layers).isdecimal():

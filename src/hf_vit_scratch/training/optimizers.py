@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, SchedulerType, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from ..errors import UserError
-from ..speed.hardware import choose_muon_dtype
+from ..speed.hardware import bf16_is_fast
 from .arguments import ViTTrainingArguments
 
 RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
@@ -111,8 +111,8 @@ def build_optimizer(
         return optimizer_class(groups, **options)
     if optimizer_class is not torch.optim.AdamW:
         raise UserError(f"muon needs AdamW beside it, got optim {OptimizerNames(args.optim).value}.")
-    dtype = args.muon_dtype or choose_muon_dtype(args.device.type)
-    return MuonWithAdamW(groups, muon_dtype=getattr(torch, dtype), muon_beta2=args.muon_beta2, **options)
+    dtype = torch.bfloat16 if bf16_is_fast(args.device.type) else torch.float32
+    return MuonWithAdamW(groups, muon_dtype=dtype, muon_beta2=args.muon_beta2, **options)
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
