@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchEmbeddings, ViTScratchPreTrainedModel
 
 NUM_PATCHES = 64_000  # from which the covariance is estimated: a thousand images in 8 x 8 patches
@@ -25,22 +24,13 @@ def whiten_patches(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> No
 
         W = R (S + e I)^(-1/2),  b = -W m,  R_ij ~ N(0, 1 / P)
 
-    for the mean m and the covariance S of the patches, flattened to P numbers. The normalised pixels (B, C, height,
-    width) must hold at least P patches; more are better.
-
-    Raises:
-        UserError: There are fewer patches than numbers in a patch.
+    for the mean m and the covariance S of the patches, flattened to P numbers, of normalised pixels (B, C, height,
+    width).
     """
     projection = cast(ViTScratchEmbeddings, model.base_model.embeddings).patch_embeddings.projection
     size = projection.weight.shape[2:]
     patches = F.unfold(pixel_values, size, stride=size).transpose(1, 2).flatten(0, 1).double()  # (patches, P)
-    num_patches, length = patches.shape
-    if num_patches < length:
-        raise UserError(
-            f"whiten_patches needs at least {length} patches, as many as numbers in a patch, and the training images "
-            f"have {num_patches}: --whiten_patches false."
-        )
-    mean = patches.mean(dim=0)
+    mean, length = patches.mean(dim=0), patches.shape[1]
     variances, directions = torch.linalg.eigh(patches.T.cov(correction=0))
     variances = variances.clamp(min=0) + LEAST_SHARE * variances.mean()
     whitening = directions * variances.rsqrt() @ directions.T  # symmetric
