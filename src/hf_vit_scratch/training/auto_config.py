@@ -128,6 +128,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
+    if training.check:  # which tells the time by measurements of its own
+        return
     logger.info(
         "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
         expected, passes, number, TIME_FOR_STEPS * speed,
@@ -137,29 +139,13 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     """Return the training steps' images per second on this machine, for all processes together.
 
-    Random pixels, the run's own model, batch, precision and optimizer, at the sizes of both stages of training, with
-    the layers that are the fastest at the full size.
-    Weights, gradients and random state of the run are untouched.
+    Random pixels, the run's own model, batch, precision and optimizer. Smaller images of a first stage are taken to be
+    as much faster as they have fewer pixels. Weights, gradients and random state of the run are untouched.
     """
     augmentation, training = args.augmentation, args.training
-    shares = {config.image_height_width: 1.0}
-    if first := augmentation.initial_image_size:
-        share = augmentation.initial_image_size_fraction
-        shares = {config.image_height_width: 1 - share, (first[0], first[-1]): share}
-    speeds, choice = [0.0], training.speed_choice
-    for size, share in shares.items():  # in all processes at once, as in training
-        speed, choice = _images_per_second(config, training, size, choice)
-        speeds[0] += share * speed
-    if training.world_size > 1:
-        broadcast_object_list(speeds)
-    return speeds[0] * training.world_size
-
-
-def _images_per_second(
-    config: ViTScratchConfig, training: ViTTrainingArguments, size: tuple[int, int], choice: str
-) -> tuple[float, str]:
-    """Return the speed at one size, and the choice of `optimize`."""
-    device, batch_size = training.device, training.train_batch_size
+    device, batch_size, size = training.device, training.train_batch_size, config.image_height_width
+    first, share = augmentation.initial_image_size or size, augmentation.initial_image_size_fraction
+    faster = 1 - share + share * math.prod(size) / (first[0] * first[-1])
     with torch.random.fork_rng():
         config = copy.deepcopy(config)
         config.problem_type = config.label_scale = None  # any loss takes as long
@@ -170,7 +156,7 @@ def _images_per_second(
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
         with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
-            choice = optimize(model, pixel_values, training=True, choice=choice).choice
+            optimize(model, pixel_values, training=True, choice=training.speed_choice)
 
         def step() -> int:
             with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
@@ -181,7 +167,10 @@ def _images_per_second(
             loss.item()  # waits for the device
             return batch_size
 
-        return images_per_second(step, SECONDS), choice
+        speeds = [images_per_second(step, SECONDS)]  # of all processes at once, as in training
+    if training.world_size > 1:
+        broadcast_object_list(speeds)
+    return speeds[0] * training.world_size * faster
 
 
 def images_per_second(step: Callable[[], int], seconds: float) -> float:
