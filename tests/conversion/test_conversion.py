@@ -1,6 +1,5 @@
 """Weights from and to the other libraries: equal outputs, layers and gradients; bit-identical there and back."""
 
-import logging
 import re
 import sys
 
@@ -261,7 +260,7 @@ def test_torchvision_head_of_two_layers():
 
 
 @pytest.mark.parametrize("use_mask_token", [False, True])
-def test_pooler_of_vit_is_left_behind_with_a_warning(use_mask_token, caplog):
+def test_pooler_of_vit_is_left_behind(use_mask_token):
     sizes = {name: value for name, value in TINY.items() if name != "num_labels"}
     theirs = randomize_(ViTModel(ViTConfig(**sizes), use_mask_token=use_mask_token).double(), 0.5).eval()
     pixel_values = torch.randn(2, 3, 16, 24, dtype=torch.float64)
@@ -269,7 +268,6 @@ def test_pooler_of_vit_is_left_behind_with_a_warning(use_mask_token, caplog):
     ours = from_vit(theirs)
 
     assert_equal(ours(pixel_values).last_hidden_state, theirs(pixel_values).last_hidden_state)
-    assert caplog.messages == ["from_vit: left behind the pooler, a trained layer which ViTScratchModel has not."]
     assert ("embeddings.mask_token" in ours.state_dict()) == use_mask_token
 
 
@@ -332,27 +330,6 @@ def test_regularisation_that_both_have_is_carried():
     assert ours.config.attention_probs_dropout_prob == 0.1
     assert [layer.drop_path.drop_prob for layer in ours.vit.layers] == pytest.approx([0, 0.2])
     assert (back.blocks[1].attn.attn_drop.p, back.blocks[1].drop_path2.drop_prob) == pytest.approx((0.1, 0.2))
-
-
-@pytest.mark.parametrize(
-    ("convert", "message"),
-    [
-        (lambda: from_timm(tiny_timm(proj_drop_rate=0.1)), r"from_timm: left behind blocks.0.attn.proj_drop"),
-        (lambda: from_torchvision(tiny_torchvision(dropout=0.1)), r"left behind encoder.dropout \(probability 0.1\)"),
-        (lambda: to_timm(tiny_ours(hidden_dropout_prob=0.1)), r"to_timm: left behind hidden_dropout_prob=0.1"),
-        (
-            lambda: to_vit(tiny_ours(drop_path_rate=0.1)),
-            r"to_vit: left behind drop_path_rate=0.1, which acts in training only",
-        ),
-    ],
-    ids=["from_timm", "from_torchvision", "to_timm", "to_vit"],
-)
-def test_regularisation_that_only_one_has_is_warned_of(convert, message, caplog):
-    with caplog.at_level(logging.WARNING):
-        convert()
-
-    (text,) = caplog.messages
-    assert re.search(message, text)
 
 
 # What cannot be converted
@@ -650,12 +627,6 @@ def test_model_that_has_been_called_and_one_with_hooks_of_transformers_are_conve
     theirs(torch.zeros(1, 3, 16, 24), output_hidden_states=True)
 
     assert_same_state(to_vit(from_vit(theirs)), theirs)
-
-
-def test_patch_dropout_is_warned_of(caplog):
-    from_timm(tiny_timm(patch_drop_rate=0.3))
-
-    assert "left behind patch_drop (probability 0.3)" in caplog.text
 
 
 def test_gradients_take_the_place_of_parameters():

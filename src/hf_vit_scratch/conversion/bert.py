@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 from ..errors import blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_pooler
+from .checks import PRE_LN, check_equal, require_class, require_values
 from .names import load_weights, square_as_number, to_our_names, to_their_names, weights_of
 
 BERT = {
@@ -78,7 +78,6 @@ def from_bert(
             **{name: getattr(config, name) for name in FIELDS},
         )
     ours = ViTScratchModel(our_config)
-    warn_of_pooler(bert, "from_bert")
     composite = BertComposite(bert, patch_embeddings, cls_token)
     to_our_weights = partial(_to_our_weights, num_tokens=1 + math.prod(ours.config.grid_size))
     load_weights(ours, to_our_weights(composite), "from_bert", like=bert)
@@ -107,7 +106,7 @@ def to_bert(model: ViTScratchPreTrainedModel) -> tuple[Any, nn.Conv2d, Tensor]:
         zero; the Conv2d of the patches; and the class token, (1, 1, D).
     """
     require_class(model, (ViTScratchModel,), "to_bert")
-    require_values(model, "to_bert", ACCEPTED, training_only=("drop_path_rate",))
+    require_values(model, "to_bert", ACCEPTED)
     config, state = model.config, weights_of(model)
     fields = {name: getattr(config, name) for name in FIELDS}
     num_tokens = 1 + math.prod(config.grid_size)

@@ -1,7 +1,6 @@
 """What must hold for a model to be converted: its class, its configuration, and that the result computes the same."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,9 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
-from .names import load_weights, summarize
-
-logger = logging.getLogger(__name__)
+from .names import load_weights
 
 # Values of our fields that the other libraries can express; each converter adds its own.
 PRE_LN: dict[str, Sequence[Any]] = {
@@ -39,10 +36,9 @@ def require_values(
     model: ViTScratchPreTrainedModel,
     caller: str,
     accepted: Mapping[str, Sequence[Any]],
-    training_only: Iterable[str] = (),
     square: bool = False,
 ) -> None:
-    """Refuse a model whose fields have other values than the accepted ones; warn of fields that only training uses."""
+    """Refuse a model whose fields have other values than the accepted ones."""
     config = model.config
     wrong = [
         f"{name}={getattr(config, name)!r}" for name, values in accepted.items() if getattr(config, name) not in values
@@ -51,8 +47,6 @@ def require_values(
     wrong += [f"{name}={list(size)}, which is not square" for name, size in sizes.items() if size[0] != size[1]]
     if wrong:
         raise UserError(f"{caller}: the other library has no counterpart of {', '.join(wrong)}.")
-    if left_behind := [f"{name}={getattr(config, name)}" for name in training_only if getattr(config, name)]:
-        logger.warning("%s: left behind %s, which acts in training only.", caller, ", ".join(left_behind))
 
 
 @torch.no_grad()
@@ -110,23 +104,6 @@ def _twin(model: nn.Module) -> nn.Module:
             part.set_attn_implementation("sdpa")
             part.config.return_dict = True
     return twin
-
-
-def warn_of_dropout(theirs: nn.Module, caller: str, carried: str) -> None:
-    """Warn of dropout that our model lacks, but for modules whose names end in `carried`."""
-    left_behind = []
-    for name, part in theirs.named_modules():
-        rate = getattr(part, "p", getattr(part, "prob", 0.0))
-        if "drop" in type(part).__name__.lower() and rate and not name.endswith(carried):
-            left_behind.append(f"{name} (probability {rate})")
-    if left_behind:
-        logger.warning("%s: left behind %s, which act in training only.", caller, summarize(left_behind))
-
-
-def warn_of_pooler(theirs: nn.Module, caller: str) -> None:
-    """Warn of transformers' pooler, which our model lacks."""
-    if getattr(theirs, "pooler", None) is not None:
-        logger.warning("%s: left behind the pooler, a trained layer which ViTScratchModel has not.", caller)
 
 
 def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_dropout
+from .checks import PRE_LN, check_equal, require_class, require_values
 from .names import build_from_weights, load_weights, square_as_number, to_our_names, to_their_names, weights_of
 
 TIMM = {
@@ -67,7 +67,6 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
         fc_norm=not isinstance(source.fc_norm, nn.Identity),
     )
     check_equal(vit, ours, "from_timm", _to_our_weights)
-    warn_of_dropout(vit, "from_timm", carried="attn_drop")
     return ours
 
 
@@ -75,7 +74,7 @@ def to_timm(model: ViTScratchPreTrainedModel) -> Any:
     """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head."""
     vision_transformer = timm_class("to_timm")
     require_class(model, (ViTScratchModel, ViTScratchForImageClassification), "to_timm")
-    require_values(model, "to_timm", ACCEPTED, training_only=("hidden_dropout_prob",))
+    require_values(model, "to_timm", ACCEPTED)
     from timm.layers import LayerNorm
 
     config = model.config

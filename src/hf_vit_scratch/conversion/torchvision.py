@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
-from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_dropout
+from .checks import PRE_LN, check_equal, require_class, require_values
 from .names import build_from_weights, load_weights, to_our_names, to_their_names, weights_of
 
 TORCHVISION = {
@@ -62,7 +62,6 @@ def from_torchvision(vit: nn.Module) -> ViTScratchPreTrainedModel:
         attention_probs_dropout_prob=layer.self_attention.dropout,
     )
     check_equal(vit, ours, "from_torchvision", _to_our_weights)
-    warn_of_dropout(vit, "from_torchvision", carried="self_attention")
     return ours
 
 
@@ -71,8 +70,7 @@ def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
     require_class(model, (ViTScratchForImageClassification, ViTScratchModel), "to_torchvision")
     config = model.config
     head = {} if config.classifier_hidden_size is None else {"classifier_act": ("tanh",)}
-    training_only = ("hidden_dropout_prob", "drop_path_rate")
-    require_values(model, "to_torchvision", ACCEPTED | head, training_only, square=True)
+    require_values(model, "to_torchvision", ACCEPTED | head, square=True)
     vit = VisionTransformer(
         image_size=config.image_height_width[0],
         patch_size=config.patch_height_width[0],

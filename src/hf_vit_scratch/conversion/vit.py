@@ -12,7 +12,7 @@ from ..model.modeling_vit_scratch import (
     ViTScratchModel,
     ViTScratchPreTrainedModel,
 )
-from .checks import PRE_LN, check_equal, require_class, require_values, warn_of_pooler
+from .checks import PRE_LN, check_equal, require_class, require_values
 from .names import load_weights, weights_of
 
 CLASSES: dict[type, type] = {
@@ -38,7 +38,6 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
     require_class(vit, CLASSES, "from_vit")
     if isinstance(vit, ViTForImageClassification) and isinstance(vit.classifier, nn.Identity):
         return from_vit(vit.vit)
-    warn_of_pooler(vit, "from_vit")
     state, source_config = weights_of(vit), cast(Any, vit.config)
     config = ViTScratchConfig(norm_first=True, **{name: getattr(source_config, name) for name in FIELDS})
     if "classifier.weight" in state:  # it may have been replaced
@@ -54,7 +53,7 @@ def to_vit(model: ViTScratchPreTrainedModel) -> Any:
     """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler."""
     require_class(model, CLASSES.values(), "to_vit")
     makes_images = isinstance(model, ViTScratchForMaskedImageModeling)
-    require_values(model, "to_vit", ACCEPTED, training_only=("drop_path_rate",), square=makes_images)
+    require_values(model, "to_vit", ACCEPTED, square=makes_images)
     config, state = ViTConfig(**{name: getattr(model.config, name) for name in FIELDS}), weights_of(model)
     if makes_images:
         config.image_size, config.patch_size = model.config.image_height_width[0], model.config.patch_height_width[0]
