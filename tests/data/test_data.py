@@ -239,7 +239,7 @@ def test_splits_without_a_train_folder_are_refused(tmp_path, photographs):
         (tmp_path / folder).mkdir(parents=True)
         photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
 
-    with pytest.raises(UserError, match=r"one of the folders test, val must be train, with class folders in it\. Add"):
+    with pytest.raises(UserError, match=r"If they are splits, name them train, val and test"):
         load_splits(str(tmp_path))
 
 
@@ -288,10 +288,19 @@ def test_file_that_is_no_image_is_named_before_training(class_folders, content):
         load_splits(str(class_folders))
 
 
+def test_truncated_image_is_named_before_training(class_folders):
+    truncated = class_folders / "temple" / "03.jpg"
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+
+    with pytest.raises(UserError, match=r"/temple/03\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
+        load_splits(str(class_folders))
+
+
 def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor):
     for file in class_folders.glob("*/*.jpg"):
         file.write_bytes(file.read_bytes()[:-100])
-    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+    rows = load_splits(str(class_folders), near_duplicates="ignore")["train"]
+    dataset = ImageClassificationDataset(rows, image_processor)
 
     with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
         dataset[0]
@@ -300,7 +309,8 @@ def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor
 def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
     for file in class_folders.glob("*/*.jpg"):
         file.write_bytes(file.read_bytes()[:-100])
-    dataset = ImageClassificationDataset(load_splits(str(class_folders))["train"], image_processor)
+    rows = load_splits(str(class_folders), near_duplicates="ignore")["train"]
+    dataset = ImageClassificationDataset(rows, image_processor)
 
     with pytest.raises(
         UserError, match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\.$"
@@ -311,7 +321,9 @@ def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
 def test_missing_image_is_named(tmp_path, photographs, image_processor):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     write_parquet(tmp_path / "a.parquet", features, image=[None] * 20, label=[0, 1] * 10)
-    dataset = ImageClassificationDataset(load_splits(str(tmp_path))["train"], image_processor)
+    dataset = ImageClassificationDataset(
+        load_splits(str(tmp_path), near_duplicates="ignore")["train"], image_processor
+    )
 
     with pytest.raises(UserError, match=r"^image 3 is missing: its row holds no image"):
         dataset[3]
@@ -368,7 +380,7 @@ def test_train_rows_without_labels_are_refused(tmp_path, photographs, label):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     write_parquet(tmp_path / "a.parquet", features, image=photographs, label=[0, label])
 
-    with pytest.raises(UserError, match=r"the split 'train' has rows without a label"):
+    with pytest.raises(UserError, match=r"1 rows of train have a label outside 0 to 1; the first is row 1"):
         load_splits(str(tmp_path))
 
 

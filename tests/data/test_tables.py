@@ -288,7 +288,7 @@ def test_class_that_no_training_image_has_is_refused(tmp_path):
 
 @pytest.mark.parametrize("labels", [[0.5, None] * 10, [["a"], None] * 10], ids=["numbers", "lists"])
 def test_rows_without_a_label_are_refused(folder, labels):
-    refused(folder, r"the split 'train' has rows without a label", suffix=".jsonl", label=labels)
+    refused(folder, r"10 rows of train have a label .*; the first is row 1", suffix=".jsonl", label=labels)
 
 
 def test_number_that_is_not_finite_is_named(folder):

@@ -335,4 +335,4 @@ def test_dataset_of_the_hub_has_its_own_files(monkeypatch, tmp_path, photographs
     images = [{"path": str(tmp_path / "image.png"), "bytes": None}, {"path": "name.png", "bytes": content}, None] * 4
     rows = Dataset.from_dict({"image": images, "label": [0, 1] * 6}, features=features)
     monkeypatch.setattr(data_splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
-    assert load_splits("owner/name")
+    assert load_splits("owner/name", near_duplicates="ignore")

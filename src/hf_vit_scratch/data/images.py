@@ -128,14 +128,6 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
         return image.reduce(factor) if factor > 1 else image
 
 
-def check_header(file: Path) -> None:
-    """Refuse a file that is no image, or that `decode_image` refuses by its mode; fast, by its header."""
-    with open_image({"path": str(file), "bytes": None}, str(file)) as image:
-        wide = image.mode in WIDE_MODES
-    if wide:  # they are rare
-        decode_image({"path": str(file), "bytes": None}, str(file))
-
-
 def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int], str]:
     """Return the width and height of an image in pixels, upright, and its mode; arguments as in `open_image`."""
     with open_image(row, name) as image:

@@ -10,7 +10,6 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..errors import UserError
 from .images import decode_image, map_images
 
 SIDE = 12  # pixels of a thumbnail
@@ -26,21 +25,18 @@ MOST_MATCHES = 20  # later images that one is listed with
 def find_near_duplicates(splits: Iterable[Dataset]) -> NDArray[np.int64]:
     """Return the pairs of images that are alike, or mirror images of each other: (M, 2), the lower number first.
 
-    Images are numbered through all splits. Those that cannot be decoded are left out.
+    Images are numbered through all splits.
+
+    Raises:
+        UserError: An image cannot be decoded.
     """
 
-    def shrink(number: int, row: dict[str, Any]) -> NDArray[np.uint8] | None:
-        try:
-            image = decode_image(row, f"image {number}", enough=2 * SIDE)
-        except UserError:
-            return None
+    def shrink(number: int, row: dict[str, Any]) -> NDArray[np.uint8]:
+        image = decode_image(row, f"image {number}", enough=2 * SIDE)
         return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
 
     encoded = [rows.cast_column("image", datasets.Image(decode=False)) for rows in splits]
-    thumbnails = [image for rows in encoded for image in map_images(shrink, rows)]
-    decoded = np.array([number for number, image in enumerate(thumbnails) if image is not None], np.int64)
-    images = [image for image in thumbnails if image is not None]
-    return decoded[compare(np.stack(images))] if images else np.empty((0, 2), np.int64)
+    return compare(np.stack([image for rows in encoded for image in map_images(shrink, rows)]))
 
 
 def compare(images: NDArray[np.uint8]) -> NDArray[np.int64]:

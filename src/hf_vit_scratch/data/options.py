@@ -60,8 +60,9 @@ class DataArguments(_Options):
     """Where the images come from.
 
     A name is tried as `"digits"`, a folder, a parquet file and a dataset on the Hub, in this order. With
-    `corrupt_images="raise"`, the first image that cannot be decoded is named when it is met; with `"skip"`, every
-    image is decoded once at the start. Do not follow the links of a stranger: they could take in your own images.
+    `corrupt_images="raise"`, an image that cannot be decoded ends the run, at its start if near duplicates are looked
+    for; with `"skip"`, every image is decoded once at the start. Do not follow the links of a stranger: they could
+    take in your own images.
     """
 
     data: str = flag(

@@ -25,7 +25,7 @@ from PIL import Image
 
 from ..errors import UserError
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
-from .images import check_header, decode_image, find_image_files, warn_of_others
+from .images import decode_image, find_image_files, warn_of_others
 from .options import DataArguments
 from .tables import find_columns, find_tables, load_tables
 from .targets import encode_labels, is_missing, is_valid, label_names, problem_type, targets_of
@@ -74,12 +74,8 @@ def load_splits(
     splits = {}
     for name, split in chosen.items():
         rows = source[split]
-        if _has_unlabelled(rows):
-            if name == "train":
-                raise UserError(
-                    f"{data}: the split {split!r} has rows without a label. Choose another with --train_split."
-                )
-            logger.warning("%s: the split %r has rows without a label and is not used.", data, split)
+        if name != "train" and any(is_missing(row["label"]) for row in rows.select_columns("label").take(1)):
+            logger.warning("%s: the split %r has no labels and is not used.", data, split)
             continue
         if args.streaming and name != "train":
             rows = _download(args, split, rows)
@@ -221,7 +217,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         if not args.follow_links:
             _refuse_files_outside(root, source)
         if args.corrupt_images == "raise":
-            _check_files(data, source)
+            _refuse_missing_files(data, source)
         return source
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         raise UserError(
@@ -293,11 +289,6 @@ def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
                 " it would not be used. Move them into it, or elsewhere; or rename it, and all images are used."
             )
         return splits
-    if labelled and splits and len(splits) == len(folders):
-        raise UserError(
-            f"{root}: one of the folders {', '.join(folder.name for folder in folders)} must be train, with class "
-            "folders in it. Add or rename it."
-        )
     return {"train": root}
 
 
@@ -322,16 +313,13 @@ def _check_class_folders(
         raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
 
 
-def _check_files(data: str, source: DatasetDict) -> None:
-    """Find what is missing or no image before training, by the headers only."""
+def _refuse_missing_files(data: str, source: DatasetDict) -> None:
     files = [path for rows in source.values() for path in image_paths(rows)]
     if missing := [path for path in files if not os.path.isfile(path)]:
         raise UserError(
             f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
             "the paths, or leave such images out with --corrupt_images skip."
         )
-    for path in files:
-        check_header(Path(path))
 
 
 def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
@@ -381,10 +369,6 @@ def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
     return chosen
 
 
-def _with_labels(rows: Dataset, labels: list[int], names: list[str]) -> Dataset:
-    return rows.add_column("label", labels, feature=ClassLabel(names=names))
-
-
 def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
     """Reduce a source to the columns `image` and `label`. Without labels, all images have the label 0."""
     data, features = args.data, source[args.train_split].features
@@ -406,14 +390,11 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
     for old, new in ((image, "image"), *((name, GROUP) for name in group)):
         source = source if old == new else source.rename_column(old, new)  # a name that stays would be refused
     if not labelled:
-        return DatasetDict({split: _with_labels(rows, [0] * len(rows), ["image"]) for split, rows in source.items()})
+        one = ClassLabel(names=["image"])
+        return DatasetDict(
+            {name: rows.add_column("label", [0] * len(rows), feature=one) for name, rows in source.items()}
+        )
     return encode_labels(data, source, args.train_split, labels)
-
-
-def _has_unlabelled(rows: Dataset | IterableDataset) -> bool:
-    """Return whether a label is missing; in a stream, the first one stands for all."""
-    labels = rows["label"][:] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
-    return any(map(is_missing, labels))
 
 
 def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:

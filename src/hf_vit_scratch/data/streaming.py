@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..errors import UserError
@@ -33,11 +32,11 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
     Args:
         rows: The training split of `load_splits` with `streaming`.
         options: Arguments of `BatchTransform`. Its seed is that of the order too.
-        batch_size: Rows per batch. With `skip_corrupt`, a batch may hold fewer images.
+        batch_size: Images per batch.
         stage_of_batch: The stage of training of each batch of this process.
         process: The number of this process, and how many there are.
         buffer_size: Rows among which the next one is drawn, in each worker process.
-        skip_corrupt: Whether to leave out, with a warning, an image that cannot be decoded.
+        skip_corrupt: Whether to leave out, with a warning, an image that cannot be decoded. Each is decoded twice.
 
     Raises:
         UserError: In iterating: there is nothing to read for a worker process, or an image or label is wrong.
@@ -75,47 +74,25 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             set_up_worker_process()
         rows = self._endless_rows()
         for number in itertools.count(first, step):
-            is_wanted = number >= self.first_batch
-            stage = self.stage_of_batch[min(number, len(self.stage_of_batch) - 1)]
-            # A resumed run leaves out the same batches, and so decodes an image of each that it passes over.
-            images = self._next_images(rows, self.batch_size if is_wanted else int(self.skip_corrupt), stage)
-            if is_wanted:
-                pixels, labels, keys = zip(*images, strict=True)
-                yield {
-                    "pixel_values": torch.cat(pixels),
-                    "labels": torch.from_numpy(to_array(self.rows.features["label"], labels)),
-                    "keys": np.array(keys, np.uint64),
-                    "stage": stage,
-                }
-            else:
-                yield {}
-
-    def _next_images(self, rows: Iterator[_Row], most: int, stage: int) -> list[tuple[Tensor, Any, tuple[int, int]]]:
-        """Decode up to `most` images of the next batch, or of the next one with any that can be decoded."""
-        passes = set()
-        while True:
             batch = list(itertools.islice(rows, self.batch_size))
-            images = list(itertools.islice(self._decode(batch, stage), most))
-            if images or most == 0:
-                return images
-            passes.add(batch[0][0])
-            if len(passes) > 2:
-                raise UserError("No training image can be decoded.")
+            stage = self.stage_of_batch[min(number, len(self.stage_of_batch) - 1)]
+            yield self._prepare(batch, stage) if number >= self.first_batch else {}
 
-    def _decode(self, batch: list[_Row], stage: int) -> Iterator[tuple[Tensor, Any, tuple[int, int]]]:
-        """Yield the cropped pixels (1, ...), the label and the key of each image that can be decoded."""
+    def _prepare(self, batch: list[_Row], stage: int) -> dict[str, Any]:
+        pixels, keys = [], []
         for epoch, row in batch:
-            try:
-                image = self.batch_transform.decode(row["image"], _name(row))
-            except UserError as error:
-                if not self.skip_corrupt:
-                    raise
-                logger.warning("Left out: %s", error)
-                continue
+            image = self.batch_transform.decode(row["image"], _name(row))
             # 64 bits tell an image from others, wherever in the stream it comes.
             digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
-            key = (epoch, int.from_bytes(digest))
-            yield self.batch_transform.crop([image], np.array([key], np.uint64), stage), row["label"], key
+            keys.append((epoch, int.from_bytes(digest)))
+            pixels.append(self.batch_transform.crop([image], np.array(keys[-1:], np.uint64), stage))
+        labels = to_array(self.rows.features["label"], [row["label"] for _, row in batch])
+        return {
+            "pixel_values": torch.cat(pixels),
+            "labels": torch.from_numpy(labels),
+            "keys": np.array(keys, np.uint64),
+            "stage": stage,
+        }
 
     def _endless_rows(self) -> Iterator[_Row]:
         feature = self.rows.features["label"]
@@ -125,6 +102,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size)
             count = 0
             for row in split_dataset_by_node(shuffled, *self.process):
+                if self.skip_corrupt and self._is_corrupt(row):
+                    continue
                 count += 1
                 if row["image"] is not None and row["image"]["bytes"] is None:
                     raise UserError(f"{_name(row)}: {NOT_IN_ROWS}")
@@ -135,8 +114,16 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             if count == 0:
                 raise UserError(
                     f"A process has nothing to read: the training split has {self.rows.num_shards} files for all "
-                    "processes and their --dataloader_num_workers. Use fewer of them."
+                    "processes and their --dataloader_num_workers. Use fewer of them. Or no image can be decoded."
                 )
+
+    def _is_corrupt(self, row: dict[str, Any]) -> bool:
+        try:
+            self.batch_transform.decode(row["image"], _name(row))
+        except UserError as error:
+            logger.warning("Left out: %s", error)
+            return True
+        return False
 
 
 def _name(row: dict[str, Any]) -> str:
