@@ -113,9 +113,11 @@ def random_resized_crop(
     boxes = np.where(boxes[2] > 0, boxes, middle)
     if isinstance(images, Tensor) and images.device.type != "cpu":
         return resized_crops_by_products(images, boxes, size)
-    # One by one, by torchvision's kernel for bytes.
-    pairs = zip(images, boxes.T.tolist(), strict=True)
-    return torch.stack([TF.resized_crop(image, *box, list(size)) for image, box in pairs])
+    crops = (
+        image[None, :, top : top + tall, left : left + wide]
+        for image, (top, left, tall, wide) in zip(images, boxes.T.tolist(), strict=True)
+    )
+    return torch.cat([F.interpolate(crop, size, mode="bilinear", antialias=True) for crop in crops])
 
 
 def resized_crops_by_products(images: Tensor, boxes: NDArray[np.int64], size: tuple[int, int]) -> Tensor:
