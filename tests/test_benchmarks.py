@@ -29,6 +29,8 @@ import scaling  # noqa: E402
 import training_loop  # noqa: E402
 from speedrun import run as speedrun  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TINY = peers.Size("tiny", 16, 4, 32, 2, 2, 10, 4, 4)
 SMALL = dataclasses.replace(peers.SIZES["32x32"], num_layers=3)
 

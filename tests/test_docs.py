@@ -102,6 +102,7 @@ def run_command(command):
         subprocess.run([sys.executable, *argv], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8")) and page.stem != "tools"],
@@ -143,6 +144,7 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.slow
 def test_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", str(tmp_path / "site")]

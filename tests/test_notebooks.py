@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "train_your_own.ipynb"
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from hf_vit_scratch.model import reference
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent.parent / "walkthrough"
 STEPS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 

@@ -89,6 +89,7 @@ def test_weights_do_not_depend_on_workers(kind, policy, options, photographs, tm
         assert other_losses == losses
 
 
+@pytest.mark.slow
 def test_workers_that_are_started_afresh_give_the_same_weights(photographs, tmp_path, monkeypatch):
     # As on macOS and Windows, where a worker gets a pickled copy of the dataset.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

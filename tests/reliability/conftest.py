@@ -1,7 +1,7 @@
 """What the package survives, tried and counted; the counts are printed at the end.
 
-python -m pytest tests/reliability                       the quick part, which is in the whole suite, too
-RELIABILITY=long python -m pytest tests/reliability      as often as docs/reliability.md says
+python -m pytest -m slow tests/reliability                       the short form, which CI runs
+RELIABILITY=long python -m pytest -m slow tests/reliability      as often as docs/reliability.md says
 """
 
 import os

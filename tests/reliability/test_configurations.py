@@ -19,6 +19,8 @@ from hf_vit_scratch.model.configuration_vit_scratch import POOLINGS, POSITION_EM
 from hf_vit_scratch.training.arguments import ARGUMENT_TYPES
 from hf_vit_scratch.training.recipe import model_config, parse_recipe
 
+pytestmark = pytest.mark.slow
+
 LONG = os.environ.get("RELIABILITY") == "long"
 CONFIGURATIONS, RECIPES = (10_000, 3_000) if LONG else (1_500, 200)
 SEARCH = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

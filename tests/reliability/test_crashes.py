@@ -13,6 +13,8 @@ from hf_vit_scratch.training import checkpointing, run_directory, trainer
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.run_directory import lock_run_directory
 
+pytestmark = pytest.mark.slow
+
 
 def test_killed_runs_that_are_resumed_end_as_the_one_left_alone(tmp_path, times, figure):
     number = times(3, 50)  # at least one of each kind

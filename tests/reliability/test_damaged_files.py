@@ -19,6 +19,8 @@ from hf_vit_scratch.training.checkpointing import CHECKSUMS, damaged_files, fini
 from hf_vit_scratch.training.recipe import Recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -32,6 +32,8 @@ from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import predict
 from hf_vit_scratch.interpretation.explorer.app import open_upload
 
+pytestmark = pytest.mark.slow
+
 NUMBER = 1000
 GIB = 2**30
 EXIF_ROTATED = Image.Exif()

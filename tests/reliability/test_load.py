@@ -7,6 +7,8 @@ import psutil
 import pytest
 from test_explorer import ask, file_of, serving
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

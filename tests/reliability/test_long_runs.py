@@ -14,6 +14,8 @@ from transformers import TrainerCallback
 from hf_vit_scratch.data import dataset
 from hf_vit_scratch.speed.hardware import can_compile
 
+pytestmark = pytest.mark.slow
+
 ALLOWED = 400  # bytes per step: the log takes some
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 
+pytestmark = pytest.mark.slow
+
 CASES = 300 if os.environ.get("RELIABILITY") == "long" else 40
 SEARCH = settings(max_examples=CASES, deadline=None, derandomize=True, database=None,
                   suppress_health_check=list(HealthCheck))  # fmt: skip

@@ -16,6 +16,8 @@ from transformers import AutoModelForImageClassification
 
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Into the second epoch, in batches of equal sizes: accelerate fills the last ones up with images that it repeats.
 # Without --use_cpu: the processes must find each other by themselves.
