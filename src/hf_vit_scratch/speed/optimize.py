@@ -4,32 +4,24 @@ A choice names an attention, alone (the plain model) or with how the layers mult
 """
 
 import copy
-import json
 import math
-import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from timeit import timeit
 from types import MethodType
 from typing import Any, NoReturn, cast
 
-import joblib
 import torch
 from accelerate.utils import broadcast_object_list, reduce
-from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import fused
 from .hardware import can_compile
 
-CACHE = Path(HF_HOME) / "hf_vit_scratch" / "speed.json"
 ATTENTIONS = ("eager", "sdpa")
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
 # The faster forwards of each class of the model. Models loaded with remote code have classes of the same names.
@@ -44,6 +36,8 @@ SECONDS = 4.0  # for all measurements together; the last round may take longer
 SHARE_OF_RUN = 0.02  # of the time that the run will take
 MIN_ROUNDS, MAX_ROUNDS = 3, 21
 CLEARLY_SLOWER, CLEARLY_FASTER = 1.15, 0.98
+
+_measured: dict[tuple[Any, ...], dict[str, float]] = {}  # by this process, seconds of each candidate
 
 
 @dataclass
@@ -82,8 +76,8 @@ def optimize(
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
-    repeats the choice of an earlier call with the same sizes. Elsewhere it changes nothing. Parameters, their names,
-    hooks, adapters and exports work as before. In a distributed run, call it in all processes.
+    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it changes nothing.
+    Parameters, their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
 
     For inference, weights are packed. In-place changes through `weight.data` of the same storage, such as merging an
     adapter, leave no trace: call `undo()` first.
@@ -191,8 +185,8 @@ def _choose(
     layer, (hidden_states, *args), kwargs = _first_layer(model, example_batch)
     if hidden_states.shape[1] > MOST_EAGER_TOKENS:
         names = [name for name in names if not name.startswith("eager") or name == plain]
-    key = _cache_key(layer, hidden_states, names, training)
-    times = _of_first_process(_read_cache().get(key))
+    key = _facts(layer, hidden_states, names, training)
+    times = _of_first_process(_measured.get(key))
     if times is None:
         run = model.config.num_hidden_layers * images / len(example_batch)  # times a layer is called in the whole run
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
@@ -208,7 +202,7 @@ def _choose(
                 return plain, {}
             steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
             times = _measure(steps, time.perf_counter() + seconds)
-        _write_cache(key, times)
+        _measured[key] = times
     best = min(names, key=times.__getitem__)
     ratios = {name: seconds / times[plain] for name, seconds in times.items()}
     return best if ratios[best] < CLEARLY_FASTER else plain, ratios
@@ -240,9 +234,9 @@ def _step(layer: nn.Module, hidden_states: Tensor, args: list[Any], kwargs: dict
 
 
 def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, float]:
-    """Return the median seconds of each step, the mean of all processes.
+    """Return the least seconds of each step, the mean of all processes: other programs only add to them.
 
-    All steps are timed in turn, again and again. One that is clearly slower is left out of further rounds.
+    All steps are timed in turn, again and again. One that is clearly slower is left out after some rounds.
     """
     order, times, rng = list(steps), {name: list[float]() for name in steps}, random.Random(0)
     for step in steps.values():
@@ -251,36 +245,20 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
         rng.shuffle(order)
         for name in order:
             times[name].append(timeit(steps[name], number=1))
-        medians = {name: statistics.median(times[name]) for name in order}
-        order = [name for name in order if medians[name] < CLEARLY_SLOWER * min(medians.values())]
-        if len(order) == 1 or (number >= MIN_ROUNDS and time.perf_counter() > deadline):
-            break
-    seconds = torch.tensor([statistics.median(times[name]) for name in steps])
+        if number >= MIN_ROUNDS:
+            least = {name: min(times[name]) for name in order}
+            order = [name for name in order if least[name] < CLEARLY_SLOWER * min(least.values())]
+            if len(order) == 1 or time.perf_counter() > deadline:
+                break
+    seconds = torch.tensor([min(times[name]) for name in steps])
     if _is_distributed():
         seconds = cast(Tensor, reduce(seconds, "mean"))
     return dict(zip(steps, seconds.tolist(), strict=True))
 
 
-def _cache_key(layer: Any, x: Tensor, names: list[str], training: bool) -> str:
-    """Return what a choice depends on: the machine, the versions, the sizes, and the options of a layer."""
+def _facts(layer: Any, x: Tensor, names: list[str], training: bool) -> tuple[Any, ...]:
+    """Return what a choice depends on within a process: threads, sizes, precision, and the options of a layer."""
     fields = "num_attention_heads intermediate_size hidden_act qk_norm norm_first is_causal position_embedding_type"
-    machine = (torch.cpu.get_capabilities().get("cpu_name"), joblib.cpu_count(), torch.get_num_threads())
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
     options = (getattr(layer.attention.config, field) for field in fields.split())
-    facts = (*machine, torch.__version__, *x.shape, x.dtype, autocast, training, *options, *names)
-    return " ".join(map(str, facts))
-
-
-def _read_cache() -> dict[str, dict[str, float]]:
-    try:
-        return json.loads(CACHE.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or it is damaged
-        return {}
-
-
-def _write_cache(key: str, times: dict[str, float]) -> None:
-    aside = CACHE.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # a home that cannot be written to
-        CACHE.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(_read_cache() | {key: times}, indent=1), encoding="utf-8")
-        aside.replace(CACHE)
+    return torch.get_num_threads(), *x.shape, x.dtype, autocast, training, *options, *names
