@@ -144,7 +144,7 @@ def test_passes_are_as_many_as_fit_into_the_time(monkeypatch):
 
     possible = auto_config.TIME_FOR_STEPS * 400 * 300 / 2_000
     assert possible < chosen["num_train_epochs"] < 1.2 * possible
-    assert "as many as fit into 5 minutes at about 400 images per second" in lines[0]
+    assert "a tenth more than fit into the 5 minutes that end the run" in lines[0]
     assert length(2_000, 800.0, monkeypatch, *minutes)[0]["num_train_epochs"] > 1.9 * chosen["num_train_epochs"]
 
 
@@ -184,6 +184,25 @@ def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monke
     assert 1 < speed < math.inf
     assert torch.equal(torch.get_rng_state(), before)
     assert config._attn_implementation != "eager"
+
+
+def test_smaller_images_of_the_first_part_are_counted_as_faster_by_their_pixels(monkeypatch):
+    monkeypatch.setattr(auto_config, "images_per_second", lambda step, seconds: 100.0)
+    flags = ["--image_size", "16", "--patch_size", "4", "--hidden_size", "16", "--num_hidden_layers", "1",
+             "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true",
+             "--initial_image_size", "8", "--initial_image_size_fraction", "0.25"]  # fmt: skip
+    args, _ = parse_recipe([YOUR_IMAGES, *flags])
+
+    speed = auto_config.measure_speed(model_config(args.model, ["a", "b"]), args)
+
+    assert speed == pytest.approx(100 * (0.75 + 0.25 * 4))
+
+
+def test_a_check_tells_the_time_by_its_own_measurement(monkeypatch, caplog):
+    with caplog.at_level("INFO"):
+        length(2_000, 100.0, monkeypatch, "--check", "true")
+
+    assert "Training will take" not in caplog.text
 
 
 def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_are_kept(

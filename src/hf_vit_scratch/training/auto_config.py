@@ -111,8 +111,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         if is_starting_model(args.model.model):
             wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
-            wanted = max(1, math.ceil(possible * 1.1))  # a machine may be faster than measured
-            reason = f"as many as fit into {minutes:g} minutes at about {speed:.0f} images per second"
+            wanted = max(1, math.ceil(1.1 * possible))  # a machine may be faster than measured
+            reason = f"a tenth more than fit into the {minutes:g} minutes that end the run"
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
     expected = passes * number / (TIME_FOR_STEPS * speed * 60)
