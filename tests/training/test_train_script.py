@@ -346,6 +346,12 @@ def test_folder_of_a_finished_run_is_not_overwritten(run):
     assert (run[0] / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("recipe", ["your_images", "finetune"])
+def test_recipe_for_own_images_needs_images(recipe, tmp_path):
+    with pytest.raises(UserError, match=r"This recipe is for images of your own: add --data FOLDER\."):
+        train.main([recipe, "--output_dir", str(tmp_path / "run")])
+
+
 def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", "--learning_rat", "1"],

@@ -36,7 +36,7 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
 def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
     """Train in a folder that no other run uses."""
     training_args = args.training
-    steps.check_and_seed(args)
+    steps.check_and_seed(args, recipe)
     splits = steps.load_data(args, Path(training_args.output_dir) / LISTING if training_args.should_save else None)
     config, start = steps.make_choices(args, recipe, splits)
     image_processor = steps.build_image_processor(config, start)

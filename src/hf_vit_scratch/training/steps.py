@@ -57,8 +57,10 @@ def is_masked(args: Arguments) -> bool:
     return args.training.task == "masked-image-modeling"
 
 
-def check_and_seed(args: Arguments) -> None:
+def check_and_seed(args: Arguments, recipe: Recipe) -> None:
     """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
+    if args.training.fit_to_images and "data" not in recipe.settings:
+        raise UserError("This recipe is for images of your own: add --data FOLDER.")
     if is_masked(args):
         refuse_labels(args)
     if args.training.balanced_sampling:
