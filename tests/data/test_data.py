@@ -209,7 +209,9 @@ def test_empty_folder_is_refused(tmp_path):
 def test_images_without_class_folders_are_refused(tmp_path, photographs):
     photographs[0].save(tmp_path / "1.jpg")
 
-    with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
+    with pytest.raises(
+        UserError, match=rf"its 1 images are in no class folder\. Is {tmp_path.parent} meant\? The folder"
+    ):
         load_splits(str(tmp_path))
 
 

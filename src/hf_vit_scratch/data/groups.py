@@ -164,7 +164,7 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
-            share = f"{len(splits[name])} of the {len(rows)} images of {source} ({100 * fraction:g}%)"
+            share = f"{len(splits[name])} of {len(rows)} images ({100 * fraction:g}%)"
             logger.info("%s: %s cut for %s", args.data, share, name)
 
 
