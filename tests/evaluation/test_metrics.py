@@ -42,7 +42,7 @@ def test_metrics_from_logits_match_scikit_learn():
     metrics = compute_metrics(EvalPrediction(summaries(logits, labels), labels.numpy()))
 
     best = logits.argmax(1)
-    assert metrics["macro_f1"] == f1_score(labels, best, average="macro")
+    assert metrics["macro_f1"] == f1_score(labels, best, average="macro", labels=labels.unique())
     with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
         assert metrics["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, best))
 
@@ -181,3 +181,12 @@ def test_curves_leave_out_what_was_not_logged(tmp_path, monkeypatch):
     plot_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "curves.png")
 
     assert [axes.get_title() for axes in drawn if axes.axison] == ["loss"]
+
+
+def test_classes_that_the_images_lack_do_not_count():
+    ranked = np.array([[0, 1, 2], [2, 0, 1], [1, 0, 2]])  # one image is called 2, which none is
+
+    metrics = compute_metrics(EvalPrediction((ranked, np.ones(3), np.ones(3)), np.array([0, 0, 1])))
+
+    assert metrics["balanced_accuracy"] == 0.75
+    assert metrics["macro_f1"] == pytest.approx((2 / 3 + 1) / 2)

@@ -84,3 +84,13 @@ def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class
 
     assert found["near_duplicates"] == 2
     assert "Near duplicates         2 pairs, none of them in two splits" in report.summary(found, len(rows))
+
+
+def test_classes_without_images_are_left_out_of_the_table():
+    row = {"precision": 1.0, "recall": 0.5, "f1-score": 0.7}
+    classes = {"cat": row | {"support": 2.0}, "dog": row | {"support": 0.0}}
+
+    table = report.summary({"test_loss": 1.0, "per_class": classes}, 2)
+
+    assert "cat" in table
+    assert "dog" not in table

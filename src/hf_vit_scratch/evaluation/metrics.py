@@ -117,9 +117,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     metrics = cast(dict[str, float], accuracies)
     for name in SHARES_OF_IMAGES:
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
-    averaged = {"average": "macro", "zero_division": 0.0}
-    # `balanced_accuracy_score` is this recall, but warns of classes that the images lack.
-    metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], labels=np.unique(labels), **averaged))
+    # Classes that the images lack do not count: `balanced_accuracy_score` is this recall, but warns of them.
+    averaged: dict[str, Any] = {"average": "macro", "zero_division": 0.0, "labels": np.unique(labels)}
+    metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], **averaged))
     metrics["macro_f1"] = float(f1_score(labels, ranked[:, 0], **averaged))
     return {**metrics, "exact_loss": float(losses.mean(dtype=np.float64))}
 

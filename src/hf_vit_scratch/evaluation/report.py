@@ -94,7 +94,7 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
         rows["training"] = f"{minutes:.1f} minutes"
     width = max(map(len, rows)) + 2
     lines = [f"{title[0].upper() + title[1:]:{width}}{text}" for title, text in rows.items()]
-    classes = report.get("per_class", {})
+    classes = {name: row for name, row in report.get("per_class", {}).items() if row["support"]}
     if 0 < len(classes) <= FEW_CLASSES:
         width = max(10, *map(len, classes))
         lines.append(f"{'Class':{width}} precision recall  images")
