@@ -271,6 +271,7 @@ def test_exported_script_says_how_it_is_used(tmp_path):
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == 1
         assert "python predict.py IMAGE [IMAGE ...]    files, not folders" in ended.stderr
+    assert f"{tmp_path} is no file." in ended.stderr
 
 
 @pytest.mark.parametrize("fields", [{"num_labels": 7}, NUMBERS], ids=["classes", "numbers"])

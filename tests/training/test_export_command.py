@@ -77,12 +77,12 @@ def test_numbers_have_neither_interval_nor_answers_in_the_summary():
     }
     lines = export.summary(facts | {"odd": found, "milliseconds": {"1 image": {"PyTorch": 2.0, "export": 0.5}}})
     assert lines.splitlines() == [
-        "Size       1.50 MB",
-        "Pipeline   r2 0.9000",
-        "Export     r2 0.9000",
-        "Test       scores differ by up to 2.0e-07",
-        "Odd        scores differ by up to 2.0e-07",
-        "Time       1 image, to scores: PyTorch 2.00 ms; export 0.50 ms",
+        "Size         1.50 MB",
+        "Pipeline     r2 0.9000",
+        "Export       r2 0.9000",
+        "Test images  scores differ by up to 2.0e-07",
+        "Odd images   scores differ by up to 2.0e-07",
+        "Time         1 image, to scores: PyTorch 2.00 ms; export 0.50 ms",
     ]
 
 

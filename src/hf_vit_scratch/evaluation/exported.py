@@ -42,8 +42,9 @@ def read_image(file: Any) -> np.ndarray:
 if __name__ == "__main__":
     folder = Path(__file__).parent
     facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-    if len(sys.argv) == 1 or not all(Path(path).is_file() for path in sys.argv[1:]):
-        sys.exit(__doc__)
+    missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
+    if len(sys.argv) == 1 or missing:
+        sys.exit("\n".join([__doc__ or "", *(f"{path} is no file." for path in missing)]))
     scores_of = load(folder / facts["model"])
     for path in sys.argv[1:]:
         scores = scores_of(read_image(path)[None])[0]

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -254,7 +255,8 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
         panel.imshow(image.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
         shown = panel.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=extent)
         panel.set_title(title, fontsize=10)
-        figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9).ax.tick_params(labelsize=7)
+        bar = figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9, ticks=MaxNLocator(2))
+        bar.ax.tick_params(labelsize=7)
     for panel in (first, *others):
         panel.set(xticks=[], yticks=[], anchor="N")  # aligned at the top, although the first has no color scale
     return figure

@@ -4,7 +4,8 @@
     vit-scratch evaluate runs/my_photos --data new_photos --output_dir report  other images
     vit-scratch evaluate runs/my_photos/onnx/model.onnx --output_dir report    an exported model
 
-The report is metrics.json, confusion_matrix.png, reliability.png and mistakes.png. Classes are matched by their names;
+The report is metrics.json, confusion_matrix.png, reliability.png and mistakes.png, which is called _mistakes.png for
+a local folder, and then never uploaded. Classes are matched by their names;
 the data may lack some of the model's classes.
 
 Other flags are those of `vit-scratch train`, such as --per_device_eval_batch_size 64, --corrupt_images skip,

@@ -103,18 +103,18 @@ def main(argv: Sequence[str]) -> None:
 
 def summary(facts: dict[str, Any]) -> str:
     """Return what `export.json` says as a few lines."""
-    metric, lines = facts["metric"], [f"Size       {facts['megabytes']:.2f} MB"]
+    metric, lines = facts["metric"], [f"Size         {facts['megabytes']:.2f} MB"]
     for name in ("pipeline", "export"):
         scores = facts[name]
         low, high = scores.get(f"{metric}_low"), scores.get(f"{metric}_high")
         interval = "" if low is None else f" (95% interval {low:.4f} to {high:.4f})"
-        lines.append(f"{name.title():11}{metric} {scores[metric]:.4f}{interval}")
+        lines.append(f"{name.title():13}{metric} {scores[metric]:.4f}{interval}")
     for name in ("test", "odd"):
         found = facts[name]
         changed = f"{found['answers_changed']} of {found['images']} answers change; "
         changed = "" if facts["problem_type"] == "regression" else changed
-        lines.append(f"{name.title():11}{changed}scores differ by up to {found['largest_difference']:.1e}")
+        lines.append(f"{name.title() + ' images':13}{changed}scores differ by up to {found['largest_difference']:.1e}")
     for batch, times in facts["milliseconds"].items():
         each = "; ".join(f"{name} {time:.2f} ms" for name, time in times.items())
-        lines.append(f"Time       {batch}, to scores: {each}")
+        lines.append(f"Time         {batch}, to scores: {each}")
     return "\n".join(lines)

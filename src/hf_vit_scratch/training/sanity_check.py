@@ -61,10 +61,9 @@ def _labels(splits: DatasetDict) -> list[str]:
             continue
         counts = class_counts(rows)
         rarest, commonest = int(counts.argmin()), int(counts.argmax())
-        print(
-            f"Classes    {split}: {len(rows)} images of {len(names)} classes, from {counts[rarest]} "
-            f"({names[rarest]}) to {counts[commonest]} ({names[commonest]})"
-        )
+        spread = f"from {counts[rarest]} ({names[rarest]}) to {counts[commonest]} ({names[commonest]})"
+        spread = f"{counts[rarest]} of each" if counts[rarest] == counts[commonest] else spread
+        print(f"Classes    {split}: {len(rows)} images of {len(names)} classes, {spread}")
         if split == "train" and (problem := imbalance(rows)):
             problems.append(problem)
         elif split == "train" and counts[rarest] < 10:
