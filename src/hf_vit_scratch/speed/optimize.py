@@ -245,12 +245,12 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
         rng.shuffle(order)
         for name in order:
             times[name].append(timeit(steps[name], number=1))
+        least = {name: min(times[name]) for name in steps}
         if number >= MIN_ROUNDS:
-            least = {name: min(times[name]) for name in order}
             order = [name for name in order if least[name] < CLEARLY_SLOWER * min(least.values())]
             if len(order) == 1 or time.perf_counter() > deadline:
                 break
-    seconds = torch.tensor([min(times[name]) for name in steps])
+    seconds = torch.tensor([least[name] for name in steps])
     if _is_distributed():
         seconds = cast(Tensor, reduce(seconds, "mean"))
     return dict(zip(steps, seconds.tolist(), strict=True))
