@@ -19,6 +19,8 @@ from transformers import AutoModelForMaskedImageModeling, pipeline
 from hf_vit_scratch.evaluation.trust import Trust
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("every_save", "checkpoint", "end")
 # The model alone, as `push_to_hub` of any transformers model gives it.

@@ -548,6 +548,7 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
 # The Space
 
 
+@pytest.mark.slow
 def test_space_holds_all_it_needs_and_runs(tmp_path, capsys):
     model, space = save_model(tmp_path / "model"), tmp_path / "space"
     (model / "training_args.bin").touch()
