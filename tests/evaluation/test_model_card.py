@@ -67,6 +67,19 @@ def test_metadata_are_what_the_hub_reads(finished_run, tmp_path):
     assert result.metric_value == pytest.approx(2 / 3, abs=1e-6)
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_card_says_whether_predict_may_call_an_image_unknown(calibrated, finished_run, tmp_path):
+    path = finished_run("a") / "metrics.json"
+    report = json.loads(path.read_text())
+    trust = {"calibration_error": 0.1, "error_before": 0.2, "target_accuracy": None}
+    path.write_text(json.dumps(report | ({"trust": trust} if calibrated else {})))
+
+    make_card([path.parent], tmp_path / "zoo.md")
+
+    said = "any image, but `vit-scratch predict` may call it unknown. The figures"
+    assert (said in (tmp_path / "zoo.md").read_text()) == calibrated
+
+
 def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
     make_card([finished_run("a")], tmp_path / "cards" / "zoo.md")
 

@@ -85,10 +85,11 @@ class BatchTransform:
 
     def resize(self, images: Tensor | list[Tensor], size: tuple[int, int]) -> Tensor:
         """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
-        if isinstance(images, Tensor):  # all at once, which takes a tenth of the time
-            same = images.shape[-2:] == size
+        if isinstance(images, Tensor) and images.shape[-2:] == size:
+            return images
+        if isinstance(images, Tensor):  # at once; a list is handled image by image
             new = SizeDict(height=size[0], width=size[1])
-            return images if same else self.image_processor.resize(images, new, resample=self.image_processor.resample)
+            return self.image_processor.resize(images, new, resample=self.image_processor.resample)
         resized = self.image_processor(
             list(images), size=dict(zip(("height", "width"), size, strict=True)), do_rescale=False, do_normalize=False,
             input_data_format="channels_first", return_tensors="pt",

@@ -302,15 +302,12 @@ def _check_class_folders(
             "and test; if they are classes, put their images right into them."
         )
     if not files:
-        loose = len(find_image_files(folder)[0])
-        found = (
-            f"its {loose} images are in no class folder. Is {folder.parent} meant?"
-            if loose
-            else "there are no images."
-        )
+        found = "there are no images."
+        if loose := len(find_image_files(folder)[0]):
+            found = f"no class folder holds its images ({loose}). If {folder.name} is a class, give the folder above."
         raise UserError(
-            f"{folder}: {found} The folder must hold one folder per class with images in it, such as "
-            f"{folder.name}/cat/1.jpg and {folder.name}/dog/2.png."
+            f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "
+            "dog/2.png."
         )
     empty = [name for name in names if name not in {name for _, name in files}]
     if folder == train and empty:

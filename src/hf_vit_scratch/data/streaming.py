@@ -113,8 +113,8 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                 yield epoch, row
             if count == 0:
                 raise UserError(
-                    f"A process has nothing to read: the training split has {self.rows.num_shards} files for all "
-                    "processes and their --dataloader_num_workers. Use fewer of them. Or no image can be decoded."
+                    "A process has nothing to read. Either none of its images can be decoded, or the training split "
+                    f"has too few files, {self.rows.num_shards}: use fewer processes or --dataloader_num_workers."
                 )
 
     def _is_corrupt(self, row: dict[str, Any]) -> bool:

@@ -128,12 +128,11 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
-    if training.check:  # which tells the time by measurements of its own
-        return
-    logger.info(
-        "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
-        expected, passes, number, TIME_FOR_STEPS * speed,
-    )  # fmt: skip
+    if not training.check:  # which tells the time by measurements of its own
+        logger.info(
+            "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
+            expected, passes, number, TIME_FOR_STEPS * speed,
+        )  # fmt: skip
 
 
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
