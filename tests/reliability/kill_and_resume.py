@@ -33,7 +33,6 @@ ARGV = [
     "--muon", "true", "--ema_decay", "0.9", "--mixup_alpha", "0.4", "--cutmix_alpha", "1",
     "--label_smoothing_factor", "0.1", "--drop_path_rate", "0.1", "--hidden_dropout_prob", "0.1",
     "--augmentation_off_fraction", "0.2", "--dataloader_num_workers", "2", "--logging_steps", "4",
-    "--speed_choice", "sdpa+joined",  # a run that is killed before its first checkpoint would choose anew
 ]  # fmt: skip
 PUSHING = ["--push_to_hub", "true", "--hub_always_push", "true"]
 Deadly = Callable[[], None]
@@ -70,8 +69,12 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
 
     from hf_vit_scratch.data import dataset
     from hf_vit_scratch.model import modeling_vit_scratch
+    from hf_vit_scratch.speed import optimize
     from hf_vit_scratch.training import ema
 
+    # What is measured differs between runs. A resumed run must not choose anew: its choice would change the bits.
+    choice = "eager" if "--resume_from_checkpoint" in flags else "sdpa+joined"
+    optimize._choose = lambda *args: (choice, {})
     dataset.DECODED_BYTES_KEPT = 0  # kept images would leave nothing to do for worker processes
     os.setsid()  # a group of its own, so that its worker processes are killed with it
     sys.stdout = sys.stderr = open(output_dir.with_suffix(".log"), "a")  # noqa: SIM115
