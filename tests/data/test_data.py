@@ -170,6 +170,16 @@ def test_test_split_without_labels_is_not_used(tmp_path, photographs):
     assert min(splits["test"]["label"]) == 0
 
 
+def test_test_split_with_one_label_missing_is_refused(tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    for split, labels in (("train", [0, 1] * 10), ("test", [-1, 1, 0])):
+        images = (photographs * 10)[: len(labels)]
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", features, image=images, label=labels)
+
+    with pytest.raises(UserError, match=r"1 rows of test have a label outside 0 to 1; the first is row 0"):
+        load_splits(str(tmp_path), near_duplicates="ignore")
+
+
 def test_a_split_can_serve_another_purpose(tmp_path, photographs):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
     for split, count in (("train", 20), ("validation", 6)):
@@ -403,6 +413,28 @@ def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, 
         "photos: files that are no images by their names are not used: 2 .heic, 1 .0, 1 .1, 1 .2, 1 .3, 5 more"
         in caplog.text
     )
+
+
+def test_images_in_no_class_folder_are_counted(class_folders, caplog):
+    (class_folders / "train").mkdir()
+    for name in ("temple", "flower"):
+        (class_folders / name).rename(class_folders / "train" / name)
+    for place in ("extra", "train"):
+        (class_folders / place).mkdir(exist_ok=True)
+        shutil.copy(class_folders / "train" / "temple" / "00.jpg", class_folders / place / "loose.jpg")
+
+    splits = load_splits(str(class_folders))
+
+    assert sum(map(len, splits.values())) == 24
+    assert "photos: 2 images are in no class folder and are not used; the first is " in caplog.text
+
+
+def test_name_of_a_file_that_is_not_utf_8_is_refused(class_folders):
+    file = class_folders / "temple" / "00.jpg"
+    file.rename(os.fsdecode(os.fsencode(file.parent) + b"/caf\xe9.jpg"))
+
+    with pytest.raises(UserError, match=r"the names of files and classes must be UTF-8: .*surrogates not allowed"):
+        load_splits(str(class_folders))
 
 
 def test_links_to_folders_are_followed_once_where_asked(class_folders, tmp_path):

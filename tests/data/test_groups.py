@@ -216,6 +216,17 @@ def test_groups_that_cannot_be_found_are_refused(class_folders, by, message):
         load_splits(str(class_folders), group_by=by)
 
 
+def test_expression_may_name_groups_by_alternatives(tmp_path):
+    kinds = [("video", "clip")[number % 3 == 0] for number in range(60)]
+    names = [f"{'ab'[number % 2]}/{kind}_{number // 6}_{number}.png" for number, kind in enumerate(kinds)]
+    save(tmp_path, pictures_of(60), names)
+
+    with pytest.raises(UserError, match=r"every image needs a group, but group_by .* finds none in the path"):
+        load_splits(str(tmp_path), group_by=r"video_(\d+)|clip")
+    splits = load_splits(str(tmp_path), group_by=r"(?:video|clip)_(\d+)", test_fraction=0.2)
+    assert sum(map(len, splits.values())) == 60
+
+
 def test_one_group_cannot_be_cut(class_folders):
     with pytest.raises(UserError, match=r"none of the 1 groups of images is small enough to be cut"):
         load_splits(str(class_folders), group_by="photos")

@@ -16,6 +16,7 @@ from test_train_script import SMALL, train
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
+import vit_scratch
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import collate
 from hf_vit_scratch.data.images import decode_image
@@ -339,6 +340,10 @@ def test_run_on_a_stream_is_resumed_with_the_same_bits(folder, tmp_path):
 
     assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert metrics["test_loss"] == pytest.approx(json.loads((stopped / "metrics.json").read_text())["test_loss"])
+    assert vit_scratch.main(["evaluate", str(whole), "--output_dir", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["test_loss"] == pytest.approx(
+        metrics["test_loss"]
+    )
 
 
 def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys):

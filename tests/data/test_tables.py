@@ -336,3 +336,49 @@ def test_tables_are_not_streamed(folder):
 
     with pytest.raises(UserError, match=r"only datasets on the Hub and parquet files can be streamed"):
         load_splits(str(table), streaming=True)
+
+
+def test_absolute_paths_keep_their_split_where_the_data_are_given_by_a_relative_path(tmp_path, monkeypatch):
+    names = [f"{split}/{number}.png" for split in ("train", "val", "test") for number in range(4)]
+    for shade, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (4, 4), 20 * shade).save(tmp_path / name)
+    write_table(tmp_path / "labels.csv", [tmp_path / name for name in names], label=["a", "b"] * 6)
+    monkeypatch.chdir(tmp_path)
+
+    splits = load_splits("labels.csv", near_duplicates="ignore")
+
+    places = {split: {image.filename.split("/")[-2] for image in rows["image"]} for split, rows in splits.items()}
+    assert places == {"train": {"train"}, "validation": {"val"}, "test": {"test"}}
+
+
+@pytest.mark.parametrize(("label", "kind"), [("3", "single_label_classification"), ("3.0", "regression")])
+def test_blank_labels_of_a_test_split_leave_whole_numbers_whole(tmp_path, label, kind):
+    names = [f"{split}/{number}.png" for split in ("train", "test") for number in range(12)]
+    for shade, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (4, 4), 10 * shade).save(tmp_path / name)
+    write_table(tmp_path / "metadata.csv", names, label=[label, label.replace("3", "4")] * 6 + [""] * 12)
+
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
+
+    assert problem_type(splits["train"].features["label"]) == kind
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_path_of_a_table_may_hold_characters_of_patterns(folder, suffix):
+    folder = folder.rename(folder.with_name("photos [2024]"))
+    table = write_table(folder / f"labels{suffix}", label=LABELS)
+
+    assert sum(map(len, load_splits(str(table), near_duplicates="ignore").values())) == 20
+
+
+def test_columns_that_a_split_lacks_are_named(tmp_path):
+    for split, columns in (("train", {"label": ["a", "b"] * 4}), ("test", {"place": ["x"] * 8})):
+        names = [f"{number}.png" for number in range(8)]
+        write_table(tmp_path / split / "metadata.csv", names, **columns)
+        for shade, name in enumerate(names):
+            Image.new("L", (4, 4), 10 * shade).save(tmp_path / split / name)
+
+    with pytest.raises(UserError, match=r"test has no column 'label', which train has\. Add it\."):
+        load_splits(str(tmp_path))

@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..errors import UserError
+from .images import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Data
         UserError: The disk has not enough space.
     """
     digest = hashlib.sha256(repr(shape).encode())
-    for start in range(0, len(rows), 1000):
-        for row in rows.select_columns("image")[start : start + 1000]["image"]:
+    for start in range(0, len(rows), BLOCK):
+        for row in rows.select_columns("image")[start : start + BLOCK]["image"]:
             digest.update(_identity(row))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
     file = folder / f"{digest.hexdigest()[:16]}.uint8"

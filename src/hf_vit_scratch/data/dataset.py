@@ -25,7 +25,7 @@ from transformers.image_utils import SizeDict
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
 from .cache import ImageCache, keep_in_file, keep_in_memory
-from .images import decode_image, map_images, size_and_mode
+from .images import BLOCK, decode_image, map_images, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
 from .targets import targets_of
@@ -179,8 +179,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the height and width of kept images: their own if all are alike and small, or `BatchTransform`'s."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
-        for start in range(0, len(self), 1000):
-            for index, row in enumerate(self.rows[start : start + 1000]["image"], start):
+        for start in range(0, len(self), BLOCK):
+            for index, row in enumerate(self.rows[start : start + BLOCK]["image"], start):
                 (w, h), _ = size_and_mode(row, name=f"image {index}")
                 own = own or (h, w)
                 if (h, w) != own or h > height or w > width:

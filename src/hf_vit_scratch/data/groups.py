@@ -93,8 +93,9 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     names = []
     for path in paths_of(rows):
         match = pattern.search(path) if level is None else None
-        if match is not None:
-            names.append(match[1] if match.lastindex else match[0])
+        group = match and (match[1] if pattern.groups else match[0])
+        if group is not None:
+            names.append(group)
         elif level is not None and 0 < level < len(PurePath(path).parts):
             names.append(PurePath(path).parts[-1 - level])
         else:

@@ -33,6 +33,7 @@ MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded a
 # Smaller images are decoded one after the other, because threads would spend the time on waiting for Python's lock
 # (benchmarks/2026-11-25_data_path.md).
 PIXELS_FOR_THREADS = 250**2
+BLOCK = 100  # encoded images that are in memory at once; a photograph may have 10 MB
 # Pillow starts Ghostscript for these.
 PROGRAM_FORMATS = ("EPS",)
 # Modes of one channel whose values RGB cannot hold: Pillow clips them at 255.
@@ -146,8 +147,8 @@ def map_images(function: Callable[[int, dict[str, Any]], Result], rows: Dataset)
     # `open_image` changes the filters of warnings, which threads share: they are restored at the end.
     with warnings.catch_warnings(), ThreadPoolExecutor(joblib.cpu_count()) as pool:
         in_turn: Any = pool.map if is_large else map
-        for start in range(0, len(rows), 1000):
-            numbers = range(start, min(start + 1000, len(rows)))
+        for start in range(0, len(rows), BLOCK):
+            numbers = range(start, min(start + BLOCK, len(rows)))
             yield from in_turn(function, numbers, rows[numbers]["image"])  # raises what a thread raised
 
 

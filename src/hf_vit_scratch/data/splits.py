@@ -5,6 +5,7 @@ a dataset on the Hub. Whatever the source, the splits have the columns `image` (
 `label` (see `targets.py`).
 """
 
+import glob
 import hashlib
 import logging
 import os
@@ -23,7 +24,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
 
-from ..errors import UserError
+from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import decode_image, find_image_files, warn_of_others
 from .options import DataArguments
@@ -74,7 +75,9 @@ def load_splits(
     splits = {}
     for name, split in chosen.items():
         rows = source[split]
-        if name != "train" and any(is_missing(row["label"]) for row in rows.select_columns("label").take(1)):
+        labels = rows.select_columns("label")  # of a stream, the first row must do
+        labels = labels if isinstance(rows, Dataset) else labels.take(1)
+        if name != "train" and all(is_missing(row["label"]) for row in labels):
             logger.warning("%s: the split %r has no labels and is not used.", data, split)
             continue
         if args.streaming and name != "train":
@@ -96,9 +99,8 @@ def load_split(args: DataArguments, split: str | None) -> Dataset:
     """
     source = _load_source(args, labelled=True)
     name = find_split(args.data, split or (next(iter(source)) if len(source) == 1 else "test"), source)
-    rows = _name_columns(
-        replace(args, train_split=name, group_by=None), DatasetDict({name: source[name]}), labelled=True
-    )[name]
+    own = replace(args, train_split=name, group_by=None)
+    rows = _name_columns(own, DatasetDict({name: source[name]}), labelled=True, complete=False)[name]
     refuse_unknown_labels(args.data, name, rows)
     return without_corrupt(args.data, name, rows) if args.corrupt_images == "skip" else rows
 
@@ -225,7 +227,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         )
     try:
         if path.is_file():
-            source = load_dataset("parquet", data_files=str(path), streaming=streaming)
+            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
         else:
             source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
@@ -257,9 +259,17 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
             _check_class_folders(folder, files, names, splits["train"], nested=args.group_by is not None)
         elif not files:
             raise UserError(f"{folder}: there are no images.")
-        source[split] = Dataset.from_dict(
-            {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
-            features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
+        with blame_the_files(f"{folder}: the names of files and classes must be UTF-8"):
+            source[split] = Dataset.from_dict(
+                {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
+                features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
+            )
+    everything = find_image_files(root, "follow" if args.follow_links else "skip")[0]
+    if len(everything) > sum(map(len, source.values())):
+        used = {path for rows in source.values() for path in image_paths(rows)}
+        unused = [file for file in everything if str(file) not in used]
+        logger.warning(
+            "%s: %d images are in no class folder and are not used; the first is %s.", root, len(unused), unused[0]
         )
     return DatasetDict(source)
 
@@ -372,8 +382,11 @@ def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
     return chosen
 
 
-def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
-    """Reduce a source to the columns `image` and `label`. Without labels, all images have the label 0."""
+def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bool = True) -> Any:
+    """Reduce a source to the columns `image` and `label`. Without labels, all images have the label 0.
+
+    Unless it is `complete`, no image needs to have a label that the columns name.
+    """
     data, features = args.data, source[args.train_split].features
     if features is None:
         raise UserError(
@@ -389,7 +402,11 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
     group = [] if args.group_by in (image, *labels) or args.group_by not in features else [args.group_by]
-    source = source.select_columns([image, *labels, *group])
+    wanted = [image, *labels, *group]
+    for split, rows in source.items():
+        if missing := [name for name in wanted if name not in (rows.features or wanted)]:
+            raise UserError(f"{data}: {split} has no column {missing[0]!r}, which {args.train_split} has. Add it.")
+    source = source.select_columns(wanted)
     for old, new in ((image, "image"), *((name, GROUP) for name in group)):
         source = source if old == new else source.rename_column(old, new)  # a name that stays would be refused
     if not labelled:
@@ -397,7 +414,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool) -> Any:
         return DatasetDict(
             {name: rows.add_column("label", [0] * len(rows), feature=one) for name, rows in source.items()}
         )
-    return encode_labels(data, source, args.train_split, labels)
+    return encode_labels(data, source, args.train_split, labels, complete)
 
 
 def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:

@@ -1,26 +1,33 @@
 """Tables of image paths and labels, CSV, JSON lines or parquet, as rows with an image column."""
 
+import glob
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, load_dataset
+import pandas as pd
+from datasets import Dataset, DatasetDict, Features
 from pyarrow import ArrowException, parquet
 
 from ..errors import UserError, blame_the_files
 from .images import SUFFIXES
 from .options import DataArguments
 
-# The reader of `datasets` for each suffix, with its options. A class may be called None: only blanks are missing.
-READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
+
+def _read_csv(file: Path) -> Dataset:
+    """Read a CSV file. A class may be called None: only blanks are missing, and leave whole numbers whole."""
+    options = {"keep_default_na": False, "na_values": [""], "low_memory": False}
+    return Dataset.from_pandas(pd.read_csv(file, dtype_backend="numpy_nullable", **options))
+
+
+READERS: dict[str, Callable[[Path], Dataset]] = {
+    ".csv": _read_csv,
+    ".jsonl": lambda file: Dataset.from_json(glob.escape(str(file))),
+    ".parquet": lambda file: Dataset.from_parquet(glob.escape(str(file))),
 }
 
 
@@ -50,12 +57,11 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
     """
     splits: dict[str, Dataset] = {}
     for table in tables:
-        reader, options = READERS[table.suffix.lower()]
         with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
-            rows = load_dataset(reader, data_files=str(table), split="train", **options)
+            rows = READERS[table.suffix.lower()](table)
             rows[0]
         column = _path_column(replace(args, data=str(table)), rows)
-        paths = [os.path.normpath(table.parent / str(name)) for name in rows[column][:]]
+        paths = [os.path.abspath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
         paths = [paths[row] for row in order]
         if twice := [path for path, following in pairwise(paths) if path == following]:
@@ -65,7 +71,7 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
             )
         images = [{"path": path, "bytes": None} for path in paths]
         rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
-        places = {split: os.path.join(os.path.normpath(folder), "") for split, folder in folders.items()}
+        places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
         for split in sorted({*found}):
             if split in splits:

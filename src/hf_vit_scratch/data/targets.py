@@ -104,8 +104,10 @@ def is_valid(feature: Any, label: Any) -> bool:
     return all(id is not None and 0 <= id < number for id in ids)
 
 
-def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any:
+def encode_labels(data: str, source: Any, train: str, columns: list[str], complete: bool = True) -> Any:
     """Replace columns of labels by one column `label` of the types above, which the training rows choose.
+
+    If they are `complete`, each label must have a training image.
 
     Raises:
         UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
@@ -125,7 +127,7 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
         lists = {split: [None if None in row else [*compress(columns, row)] for row in rows]
                  for split, rows in table.items()}  # fmt: skip
-        feature, labels = _number_names(data, train, lists, columns)
+        feature, labels = _number_names(data, train, lists, columns, complete)
     elif len(columns) == 1 and _holds(first, "string", "int", "bool"):
         lists = {split: [row[0] if is_list else row for row in rows] for split, rows in table.items()}
         feature, labels = _number_names(data, train, lists)
@@ -148,12 +150,12 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str]) -> Any
 
 
 def _number_names(
-    data: str, train: str, lists: dict[str, list[Any]], names: list[Any] | None = None
+    data: str, train: str, lists: dict[str, list[Any]], names: list[Any] | None = None, complete: bool = True
 ) -> tuple[Any, dict[str, list[Any]]]:
     """Return the feature of lists of names, by default those of the training rows, and the lists of their numbers."""
     used = {split: {*chain(*(row or () for row in rows))} - {None} for split, rows in lists.items()}
     names = names or sorted(used[train])
-    if unseen := {*names}.union(*used.values()) - used[train]:
+    if complete and (unseen := {*names}.union(*used.values()) - used[train]):
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
         )
