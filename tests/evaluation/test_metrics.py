@@ -36,6 +36,15 @@ def summaries(logits, labels):
     return tuple(summary.numpy() for summary in summarize_logits(logits, labels))
 
 
+def test_single_label_is_reported_and_not_its_absence():
+    labels, logits = np.array([[0], [0], [0], [1], [1]]), np.array([[-1.0], [-2.0], [1.0], [1.0], [-3.0]])
+
+    row = detailed_report(logits, labels, ["defect"])["per_class"]["defect"]
+
+    assert (row["precision"], row["recall"], row["f1-score"], row["support"]) == (0.5, 0.5, 0.5, 2)
+    assert compute_metrics(EvalPrediction(logits, labels))["macro_f1"] == 0.5
+
+
 def test_metrics_from_logits_match_scikit_learn():
     logits, labels = torch.randn(500, 12), torch.randint(0, 6, (500,)) ** 2 % 12  # rare classes, and some without any
 

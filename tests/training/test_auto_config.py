@@ -170,6 +170,18 @@ def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
     assert not length(60, 1000.0, monkeypatch)[0]["torch_compile"]  # it ends long before its time
 
 
+def test_device_without_memory_for_the_measurement_says_what_to_change(class_folders, tmp_path, monkeypatch):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(auto_config, "images_per_second", run_out)
+    argv = [YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--use_cpu", "true"]
+    with pytest.raises(
+        UserError, match=r"ran out of memory with 16 images per batch\. .*_batch_size 8 --gradient_acc"
+    ):
+        train.main(argv)
+
+
 def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monkeypatch):
     monkeypatch.setattr(auto_config, "SECONDS", 0.1)
     monkeypatch.setattr(optimize, "_choose", lambda *args: ("eager", {}))

@@ -185,6 +185,16 @@ def test_model_without_a_run_needs_data(run, refused, tmp_path):
     assert re.search(r"model holds no recipe\.yaml, .* Give --data\.$", refused(model=tmp_path / "model"))
 
 
+def test_model_that_crops_its_images_is_refused(run, refused, tmp_path):
+    shutil.copytree(run[0], tmp_path / "model")
+    ViTImageProcessor(size={"height": 8, "width": 8}, do_center_crop=True, crop_size=8).save_pretrained(
+        tmp_path / "model"
+    )
+    assert "prepares images in another way than `evaluate` and `export` can: do_center_crop True" in refused(
+        model=tmp_path / "model"
+    )
+
+
 def test_model_of_another_library_is_refused(refused, tmp_path):
     ViTForImageClassification(
         ViTConfig(image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)

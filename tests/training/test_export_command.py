@@ -1,9 +1,13 @@
 """`vit-scratch export`: the files, the proof, and the report of an exported model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from test_train_script import SMALL, train
 
 import vit_scratch
@@ -63,6 +67,20 @@ def test_exported_model_has_the_report_of_its_run(run, onnx, tmp_path):
     error = [report["calibration"]["expected_calibration_error"] for report in (ours, theirs)]
     assert error[0] == pytest.approx(error[1], abs=1e-3)
     assert (tmp_path / "out" / "mistakes.png").is_file()
+
+
+def test_program_beside_the_export_names_what_it_cannot_read(onnx, tmp_path):
+    Image.new("L", (8, 8), 90).save(tmp_path / "good.png")
+    Image.fromarray(np.full((8, 8), 3000, np.uint16)).save(tmp_path / "wide.png")
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    files = [str(tmp_path / name) for name in ("wide.png", "broken.jpg", "good.png")]
+
+    done = subprocess.run([sys.executable, onnx / "predict.py", *files], capture_output=True, text=True, check=True)
+
+    wide, broken, good = map(json.loads, done.stdout.splitlines())
+    assert wide == {"image": files[0], "error": "its grey values may be above 255: save it with 8 bits"}
+    assert "cannot identify image file" in broken["error"]
+    assert len(good["predictions"]) == 5
 
 
 def test_numbers_have_neither_interval_nor_answers_in_the_summary():

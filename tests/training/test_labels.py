@@ -364,6 +364,7 @@ def test_flags_for_rare_classes_change_the_training(rare, tmp_path):
     ("kind", "flags", "message"),
     [
         ("several", ["--balanced_sampling", "true"], r"need one class per image, but the labels are any of 2 labels"),
+        ("several", ["--target_accuracy", "0.9"], r"--target_accuracy need one class per image, but the labels"),
         ("numbers", ["--class_weighting", "balanced"], r"need one class per image, but the labels are numbers"),
         ("numbers", ["--label_smoothing_factor", "0.1"], r"--label_smoothing_factor is for classes, but the labels"),
         ("numbers", ["--metric_for_best_model", "accuracy"], r"must be one of r2, mae, loss; got 'accuracy'"),
@@ -379,6 +380,25 @@ def test_what_does_not_suit_the_labels_is_refused(kind, flags, message, request,
 
     with pytest.raises(UserError, match=message):
         run(argv[0], tmp_path / "run", *argv[2:], *flags)
+
+
+def test_mirrored_view_of_numbers_has_no_loss_of_its_own(numbers, tmp_path):
+    metrics = run(numbers[0][0], tmp_path / "run", "--label_column", "price", "--eval_tta", "flip", "--max_steps", "1",
+                  "--eval_strategy", "no", "--save_strategy", "no", "--load_best_model_at_end", "false")  # fmt: skip
+
+    assert {"test_loss", "test_r2", "test_flip_r2"} < metrics.keys()
+    assert "test_flip_loss" not in metrics
+
+
+def test_one_label_may_be_missing_among_other_images(several, digits, tmp_path):
+    Image.fromarray(np.hstack([np.asarray(digits[3][0])] * 2)).save(tmp_path / "0.png")
+    table = write_rows(tmp_path / "table.jsonl", [{"file_name": "0.png", "zero": 1, "one": 0}])
+
+    argv = [str(several[0][1]), "--data", str(table), "--output_dir", str(tmp_path / "out")]
+    assert vit_scratch.main(["evaluate", *argv, "--label_column", "zero", "one"]) == 0
+
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert [row["support"] for row in report["per_class"].values()] == [1, 0]
 
 
 def test_small_error_is_better():

@@ -80,6 +80,29 @@ def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch,
     assert resumed == whole
 
 
+def test_run_stopped_at_the_end_of_an_epoch_keeps_its_evaluation(tmp_path, monkeypatch):
+    argv = [*SMALL, "--num_train_epochs", "2", "--eval_strategy", "epoch", "--save_strategy", "epoch", "--output_dir"]
+    expected = train.main([*argv, str(tmp_path / "whole")])
+    training_step = ViTTrainer.training_step
+
+    def press_ctrl_c(self, *args):
+        if self.state.global_step == 10:  # of the 11 of an epoch
+            os.kill(os.getpid(), signal.SIGINT)
+        return training_step(self, *args)
+
+    monkeypatch.setattr(ViTTrainer, "training_step", press_ctrl_c)
+    with pytest.raises(SystemExit, match="130"):
+        train.main([*argv, str(tmp_path / "stopped")])
+    monkeypatch.setattr(ViTTrainer, "training_step", training_step)
+    resumed = train.main([*argv, str(tmp_path / "stopped"), "--resume_from_checkpoint", "true"])
+
+    whole, stopped = (json.loads((tmp_path / name / "log.json").read_text()) for name in ("whole", "stopped"))
+    assert resumed["test_loss"] == expected["test_loss"]
+    losses = [[line["eval_loss"] for line in log if "eval_loss" in line] for log in (whole, stopped)]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
 def test_half_written_checkpoint_is_deleted(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
     save_optimizer = type(trainer)._save_optimizer_and_scheduler

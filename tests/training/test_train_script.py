@@ -379,6 +379,16 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
             r"^metric_for_best_model must be one of accuracy, top5_accuracy, balanced_accuracy, macro_f1, loss; got",
         ),
         (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out; got 'crops'\."),
+        (["--num_train_epochs", "0"], r"^num_train_epochs must lie above 0 and be at most inf, got 0"),
+        (["--target_accuracy", "0.9", "--calibrate", "false"], r"^target_accuracy needs calibrate, which is false"),
+        (
+            ["--attn_implementation", "eager", "--speed_choice", "sdpa"],
+            r"^--speed_choice does not go together with --attn_implementation",
+        ),
+        (
+            ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "4000"],
+            r"^dataloader_drop_last needs at least 4000 training images",
+        ),
     ],
 )
 def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):

@@ -605,6 +605,12 @@ def run_out_of_memory_above(batch_size, trainer, monkeypatch):
     monkeypatch.setattr(type(trainer), "training_step", limited)
 
 
+def test_one_process_uses_one_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)  # the stock Trainer would wrap the model in `DataParallel`
+
+    assert ViTTrainingArguments(output_dir=str(tmp_path), use_cpu=True).n_gpu == 1
+
+
 def test_running_out_of_memory_says_what_to_change(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     run_out_of_memory_above(4, trainer, monkeypatch)

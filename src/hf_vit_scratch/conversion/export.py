@@ -96,7 +96,7 @@ def export(
     Raises:
         UserError: The image processor does what cannot be exported.
     """
-    _refuse_other_preprocessing(classifier.image_processor)
+    refuse_other_preprocessing(classifier.image_processor)
     model: Any = copy.deepcopy(classifier.model)
     model.set_attn_implementation("eager")  # torch's own also searches for rows without any key
     module = ImageScores(model, classifier.image_processor).eval()
@@ -130,7 +130,8 @@ def labels_and_type(config: Any) -> tuple[list[str], ProblemType]:
     return names, config.problem_type or "single_label_classification"
 
 
-def _refuse_other_preprocessing(image_processor: Any) -> None:
+def refuse_other_preprocessing(image_processor: Any) -> None:
+    """Refuse an image processor that does more than resize, by bilinear or bicubic interpolation, and normalize."""
     options = image_processor.to_dict()
     wrong = [name for name in ("do_center_crop", "do_pad") if options.get(name)]
     wrong += ["size"] if {*options["size"]} != {"height", "width"} or not options["do_resize"] else []
@@ -138,7 +139,8 @@ def _refuse_other_preprocessing(image_processor: Any) -> None:
     if wrong:
         listed = ", ".join(f"{name} {options[name]}" for name in wrong)
         raise UserError(
-            f"The image processor cannot be exported: {listed}. docs/guides/tools.md exports a model alone."
+            f"The image processor prepares images in another way than `evaluate` and `export` can: {listed}. "
+            "`vit-scratch predict` uses it as it is; docs/guides/tools.md exports a model alone."
         )
 
 

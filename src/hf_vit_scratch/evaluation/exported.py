@@ -36,7 +36,10 @@ def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 def read_image(file: Any) -> np.ndarray:
     """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
-    return np.array(ImageOps.exif_transpose(Image.open(file)).convert("RGB"))
+    image = Image.open(file)
+    if image.mode[0] in "IF":
+        raise ValueError("its grey values may be above 255: save it with 8 bits")
+    return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 if __name__ == "__main__":
@@ -47,7 +50,12 @@ if __name__ == "__main__":
         sys.exit("\n".join([__doc__ or "", *(f"{path} is no file." for path in missing)]))
     scores_of = load(folder / facts["model"])
     for path in sys.argv[1:]:
-        scores = scores_of(read_image(path)[None])[0]
+        try:
+            image = read_image(path)
+        except Exception as error:  # Pillow raises many types on damaged data
+            print(json.dumps({"image": path, "error": str(error)}))
+            continue
+        scores = scores_of(image[None])[0]
         # Numbers keep their order; of classes, the best five are shown.
         order = range(len(scores)) if facts["problem_type"] == "regression" else scores.argsort()[::-1][:5]
         predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in order]

@@ -1,6 +1,7 @@
 """Metrics for each kind of problem, computed offline. The targets tell which kind, as in `data/targets.py`."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 import datasets
@@ -109,7 +110,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         return {
             "average_precision": float(precision),
             "auroc": float(auroc),
-            "macro_f1": float(f1_score(labels, predictions > 0, average="macro", zero_division=0.0)),
+            "macro_f1": float(_scores(labels, predictions > 0, range(labels.shape[1]))[2].mean()),
             "exact_loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
         }
     ranked, _, losses = predictions
@@ -122,6 +123,13 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], **averaged))
     metrics["macro_f1"] = float(f1_score(labels, ranked[:, 0], **averaged))
     return {**metrics, "exact_loss": float(losses.mean(dtype=np.float64))}
+
+
+def _scores(labels: NDArray[Any], best: NDArray[Any], ids: Iterable[int]) -> tuple[NDArray[Any], ...]:
+    """Return precision, recall, F1 and support of classes (N,) or labels (N, L); 0 where they are undefined."""
+    if labels.ndim == 2:  # scikit-learn would take a single column for classes
+        labels, best = (np.pad(each, ((0, 0), (0, 1))) for each in (labels, best))
+    return precision_recall_fscore_support(labels, best, labels=list(ids), zero_division=0.0)
 
 
 def _label_scores(labels: NDArray[Any], logits: NDArray[Any]) -> list[tuple[float, ...]]:
@@ -158,7 +166,7 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     several, ids = kind == "multi_label_classification", list(range(len(label_names)))
     best = predictions > 0 if several else predictions[0][:, 0]
     # `classification_report` puts its averages among the classes, one of which may be named accuracy.
-    scores = precision_recall_fscore_support(labels, best, labels=ids, zero_division=0.0)
+    scores = _scores(labels, best, ids)
     names = ("precision", "recall", "f1-score", "support")
     report["per_class"] = {
         label: dict(zip(names, map(float, of_class), strict=True))

@@ -42,7 +42,10 @@ def report_on_test_split(
     outputs.metrics["epoch"] = trainer.state.epoch
     if trainer.args.eval_tta == "flip":
         with mirrored_views(trainer.model):
-            outputs.metrics.update(trainer.predict(test_dataset, metric_key_prefix="test_flip").metrics)
+            mirrored = trainer.predict(test_dataset, metric_key_prefix="test_flip").metrics
+        if trainer.model.config.problem_type == "regression":
+            del mirrored["test_flip_loss"]  # it is that of the single view
+        outputs.metrics.update(mirrored)
     if not trainer.is_world_process_zero():
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history

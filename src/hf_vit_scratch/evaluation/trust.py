@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
-from sklearn.covariance import LedoitWolf
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -100,6 +99,8 @@ class Trust:
             validation: Pooled vectors (M, D), logits (M, L) and classes (M,) of other images.
             target_accuracy: Accuracy that answers should have, or `None` for an answer to all known images.
         """
+        from sklearn.covariance import LedoitWolf  # a third of a second, which only calibration needs
+
         found = np.unique(classes)
         means = np.stack([vectors[classes == number].mean(axis=0) for number in found]).astype(np.float64)
         within = vectors - means[np.searchsorted(found, classes)]

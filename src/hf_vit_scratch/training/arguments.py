@@ -159,10 +159,13 @@ class ViTTrainingArguments(TrainingArguments):
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
         limits = {"ema_decay": 1, "layer_decay": 1, "muon_beta2": 1, "target_accuracy": 1}
-        for name in (*limits, "max_train_minutes", "early_stopping_patience", "per_device_eval_batch_size"):
+        others = ("max_train_minutes", "num_train_epochs", "early_stopping_patience", "per_device_eval_batch_size")
+        for name in (*limits, *others):
             value, high = getattr(self, name), limits.get(name, math.inf)
             if value is not None and not 0 < value <= high:
                 raise UserError(f"{name} must lie above 0 and be at most {high}, got {value}.")
+        if self.target_accuracy is not None and not self.calibrate:
+            raise UserError("target_accuracy needs calibrate, which is false. Leave one of them out.")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise UserError(
                 "early_stopping_patience needs evaluations, but eval_strategy is no. Give --eval_strategy steps or "
@@ -178,6 +181,11 @@ class ViTTrainingArguments(TrainingArguments):
         if self.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:  # torch takes less for better
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process, at most one: torch's slow `DataParallel` would mix up what hooks see."""
+        return min(1, super().n_gpu)
 
     @property
     def device(self) -> torch.device:
@@ -217,6 +225,7 @@ def refuse_labels(args: Arguments) -> None:
             "--label_smoothing_factor": args.training.label_smoothing_factor,
             "--class_weighting": args.mixing.class_weighting != "none",
             "--balanced_sampling": args.training.balanced_sampling,
+            "--target_accuracy": args.training.target_accuracy is not None,
         },
     )
 
@@ -232,6 +241,7 @@ def refuse_whole_data(args: Arguments) -> None:
             "--check": training.check,
             "--fit_to_images": training.fit_to_images,
             "--cache_images": training.cache_images,
+            "--target_accuracy": training.target_accuracy is not None,
             "--max_train_minutes": training.max_train_minutes is not None,
             "--validation_fraction": data.validation_fraction != DataArguments.validation_fraction,
             "--group_by": data.group_by is not None,

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
-from ..conversion.export import FILES, labels_and_type
+from ..conversion.export import FILES, labels_and_type, refuse_other_preprocessing
 from ..conversion.export_proof import evaluate_scores, scores_of_export
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import images_of
@@ -118,7 +118,7 @@ def load_rows(
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
         return data, load_split(DataArguments(**flags | {"data": data}), split)
     splits = steps.load_data(args)
-    if run is not None:
+    if run is not None and not args.data.streaming:  # the images of a stream are not known
         steps.check_images(run, Recipe.load(run) or Recipe(), splits)
     return own, splits[find_split(own, split or "test", splits)]
 
@@ -134,6 +134,7 @@ class Opened(NamedTuple):
 def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
     classifier: Any = load_classifier(model)
     refuse_other_models(classifier.model)
+    refuse_other_preprocessing(classifier.image_processor)
     hardware.choose(args.training, recipe.settings.keys())
 
     def predict(rows: Dataset) -> PredictionOutput:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     command = f"{program} {shlex.join(without_resuming(argv))}".rstrip()
-    with lock_run_directory(training_args):
+    with lock_run_directory(training_args), steps.advise_on_memory(training_args):
         return run(args, recipe, resolve_checkpoint(training_args, recipe), command)
 
 

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -49,10 +49,11 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
     with held:
         try:
             yield
-        finally:  # nothing stays if a mistake was found before anything was written
-            if [path.name for path in output_dir.iterdir()] == [LOCK]:
-                (output_dir / LOCK).unlink()
-                output_dir.rmdir()
+        finally:  # nothing stays if a mistake was found before anything was written, but on Windows the lock
+            with suppress(OSError):
+                if [path.name for path in output_dir.iterdir()] == [LOCK]:
+                    (output_dir / LOCK).unlink()
+                    output_dir.rmdir()
 
 
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:

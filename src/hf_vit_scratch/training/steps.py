@@ -8,7 +8,8 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
+from .arguments import Arguments, ViTTrainingArguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
 from .calibration import calibrate, can_be_calibrated
 from .checkpointing import describe_last_checkpoint
 from .local_attention import start_local_attention
@@ -63,6 +64,9 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
         raise UserError("This recipe is for images of your own: add --data FOLDER.")
     if is_masked(args):
         refuse_labels(args)
+    if args.model.attn_implementation is not None:
+        chosen = args.training.speed_choice not in ("auto", "plain")
+        refuse_together("--attn_implementation", {"--speed_choice": chosen})
     if args.training.balanced_sampling:
         refuse_together("--balanced_sampling", {"--class_weighting": args.mixing.class_weighting != "none"})
     with blame_the_user():
@@ -157,10 +161,11 @@ def fit_to_labels(
     metric = training.metric_for_best_model
     if metric is not None and metric.removeprefix("eval_") not in METRIC_NAMES[kind]:
         raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES[kind])}; got {metric!r}.")
-    if not single and (training.balanced_sampling or args.mixing.class_weighting != "none"):
+    weighted = training.balanced_sampling or args.mixing.class_weighting != "none"
+    if not single and (weighted or training.target_accuracy is not None):
         raise UserError(
-            f"{data}: --balanced_sampling and --class_weighting need one class per image, but the labels are "
-            f"{describe(feature)}. Leave them out."
+            f"{data}: --balanced_sampling, --class_weighting and --target_accuracy need one class per image, but the "
+            f"labels are {describe(feature)}. Leave them out."
         )
     if kind == "regression":
         numbers = targets_of(rows).astype(np.float64)
@@ -172,8 +177,7 @@ def fit_to_labels(
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
     elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
-        helped = training.balanced_sampling or args.mixing.class_weighting != "none"
-        for problem in (None if helped else imbalance(rows), None if start else scarcity(rows)):
+        for problem in (None if weighted else imbalance(rows), None if start else scarcity(rows)):
             if problem:
                 logger.warning(problem)
 
@@ -214,6 +218,9 @@ def build_trainer(
     _refuse_cut_patches(stages, patch_size)
     feature = splits["train"].features["label"]
     counts = None if data_args.streaming else class_counts(splits["train"])
+    least = training.train_batch_size * training.world_size
+    if training.dataloader_drop_last and not data_args.streaming and len(splits["train"]) < least:
+        raise UserError(f"dataloader_drop_last needs at least {least} training images. Leave it out.")
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
     mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
@@ -271,6 +278,21 @@ def _refuse_cut_patches(stages: Sequence[Augmentation | None], patch_size: tuple
             raise UserError(f"initial_image_size must be divisible by patch_size {patch_size}, got {size}.")
 
 
+@contextmanager
+def advise_on_memory(training: ViTTrainingArguments) -> Iterator[None]:
+    """Turn a device without enough memory into a `UserError` that names the flags which save some."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        raise UserError(
+            f"The device ran out of memory with {batch} images per batch. The same result comes from a new run with "
+            f"smaller batches: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
+            f"{2 * steps}. Or use --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
+            "--auto_find_batch_size true."
+        ) from error
+
+
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
     """Save the recipe with the command that repeats the run, train, and save the model.
 
@@ -285,20 +307,12 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         recipe.add({"speed_choice": speed.choice}, "machine", reason)
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
-    with blame_the_user(until=lambda: trainer.has_started):
+    with blame_the_user(until=lambda: trainer.has_started), advise_on_memory(training):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt:
             if not trainer.stopped:
                 raise
-        except torch.OutOfMemoryError as error:
-            batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-            raise UserError(
-                f"The device ran out of memory with {batch} images per batch. The same result comes from smaller "
-                f"batches: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
-                f"{2 * steps}. Or use --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
-                "--auto_find_batch_size true."
-            ) from error
     if trainer.stopped:
         trainer.accelerator.end_training()
         number = trainer.graceful_stop.signal

@@ -85,10 +85,11 @@ class _Hooks(TrainerCallback):
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # `on_step_end` has saved already if a signal stopped the run. A finished run that is resumed makes no step.
+        # `on_step_end` has saved already if a signal stopped the run, but not what this evaluation will find. A
+        # finished run that is resumed makes no step.
         if self.trainer.stopped or not self.trainer.has_started:
-            control.should_save = False
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
+            control.should_save = control.should_evaluate
         self._log_first(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
