@@ -1,6 +1,7 @@
 """Tables of image paths and labels, and what the labels make of a run."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -373,12 +374,28 @@ def test_path_of_a_table_may_hold_characters_of_patterns(folder, suffix):
     assert sum(map(len, load_splits(str(table), near_duplicates="ignore").values())) == 20
 
 
-def test_columns_that_a_split_lacks_are_named(tmp_path):
-    for split, columns in (("train", {"label": ["a", "b"] * 4}), ("test", {"place": ["x"] * 8})):
-        names = [f"{number}.png" for number in range(8)]
+@pytest.fixture
+def unlabelled_test(tmp_path):
+    """Twelve images of two places to train with, and eight without a label."""
+    train = {"label": ["a", "b"] * 6, "place": [number // 2 for number in range(12)]}
+    for split, columns in (("train", train), ("test", {"name": ["x"] * 8})):
+        names = [f"{number}.png" for number, _ in enumerate(next(iter(columns.values())))]
         write_table(tmp_path / split / "metadata.csv", names, **columns)
         for shade, name in enumerate(names):
             Image.new("L", (4, 4), 10 * shade).save(tmp_path / split / name)
+    return str(tmp_path)
 
-    with pytest.raises(UserError, match=r"test has no column 'label', which train has\. Add it\."):
-        load_splits(str(tmp_path))
+
+def test_split_without_a_column_of_labels_is_not_used(unlabelled_test, caplog):
+    splits = load_splits(unlabelled_test, label_column="label", near_duplicates="ignore")
+
+    assert sum(map(len, splits.values())) == 12
+    assert "the split 'test' has no labels and is not used" in caplog.text
+
+
+def test_column_that_a_split_lacks_is_named(unlabelled_test):
+    labels = Path(unlabelled_test) / "test" / "metadata.csv"
+    labels.write_text("\n".join(["file_name,label", *(f"{number}.png,a" for number in range(8))]))
+
+    with pytest.raises(UserError, match=r"test has no column 'place', which train has\. Add it\."):
+        load_splits(unlabelled_test, label_column="label", group_by="place")

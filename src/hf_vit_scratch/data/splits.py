@@ -74,6 +74,8 @@ def load_splits(
 
     splits = {}
     for name, split in chosen.items():
+        if split not in source:
+            continue
         rows = source[split]
         labels = rows.select_columns("label")  # of a stream, the first row must do
         labels = labels if isinstance(rows, Dataset) else labels.take(1)
@@ -383,9 +385,10 @@ def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
 
 
 def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bool = True) -> Any:
-    """Reduce a source to the columns `image` and `label`. Without labels, all images have the label 0.
+    """Reduce a source to the columns `image` and `label`, and to the splits that have both.
 
-    Unless it is `complete`, no image needs to have a label that the columns name.
+    If it is not `labelled`, all images have the label 0. If it is `complete`, each label that the columns name must
+    have an image.
     """
     data, features = args.data, source[args.train_split].features
     if features is None:
@@ -402,6 +405,10 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
     group = [] if args.group_by in (image, *labels) or args.group_by not in features else [args.group_by]
+    without = [split for split, rows in source.items() if not {*labels} <= {*(rows.features or labels)}]
+    for split in without:
+        logger.warning("%s: the split %r has no labels and is not used.", data, split)
+    source = type(source)({split: rows for split, rows in source.items() if split not in without})
     wanted = [image, *labels, *group]
     for split, rows in source.items():
         if missing := [name for name in wanted if name not in (rows.features or wanted)]:
