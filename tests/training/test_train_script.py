@@ -387,7 +387,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
         ),
         (
             ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "4000"],
-            r"^dataloader_drop_last needs at least 4000 training images",
+            r"^dataloader_drop_last leaves no batch: the 1295 training images must be at least 4000\.",
         ),
     ],
 )

@@ -2,6 +2,8 @@
 
     python predict.py IMAGE [IMAGE ...]    files, not folders; prints a JSON line for each
 
+The line of an image that cannot be read has its error. The exit code is then 1, and otherwise 0.
+
 It needs Pillow and the runtime of the model: onnxruntime, openvino or torch (see requirements.txt).
 """
 
@@ -48,15 +50,17 @@ if __name__ == "__main__":
     missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
     if len(sys.argv) == 1 or missing:
         sys.exit("\n".join([__doc__ or "", *(f"{path} is no file." for path in missing)]))
-    scores_of = load(folder / facts["model"])
+    scores_of, exit_code = load(folder / facts["model"]), 0
     for path in sys.argv[1:]:
         try:
             image = read_image(path)
         except Exception as error:  # Pillow raises many types on damaged data
             print(json.dumps({"image": path, "error": str(error)}))
+            exit_code = 1
             continue
         scores = scores_of(image[None])[0]
         # Numbers keep their order; of classes, the best five are shown.
         order = range(len(scores)) if facts["problem_type"] == "regression" else scores.argsort()[::-1][:5]
         predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in order]
         print(json.dumps({"image": path, "predictions": predictions}))
+    sys.exit(exit_code)

@@ -216,11 +216,9 @@ def build_trainer(
     stages, stage = training_stages(config.image_height_width, **vars(augmentation))
     patch_size = config.patch_height_width
     _refuse_cut_patches(stages, patch_size)
+    _refuse_to_drop_all(training, splits["train"])
     feature = splits["train"].features["label"]
     counts = None if data_args.streaming else class_counts(splits["train"])
-    least = training.train_batch_size * training.world_size
-    if training.dataloader_drop_last and not data_args.streaming and len(splits["train"]) < least:
-        raise UserError(f"dataloader_drop_last needs at least {least} training images. Leave it out.")
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
     mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
@@ -272,6 +270,15 @@ def build_trainer(
     return trainer, dataset_class(splits["test"], image_processor)
 
 
+def _refuse_to_drop_all(training: ViTTrainingArguments, rows: Any) -> None:
+    least = training.train_batch_size * training.world_size
+    if training.dataloader_drop_last and isinstance(rows, Dataset) and len(rows) < least:
+        raise UserError(
+            f"dataloader_drop_last leaves no batch: the {len(rows)} training images must be at least {least}. Leave "
+            "it out, or use smaller batches."
+        )
+
+
 def _refuse_cut_patches(stages: Sequence[Augmentation | None], patch_size: tuple[int, int]) -> None:
     for size in (augmentation.image_size for augmentation in stages if augmentation is not None):
         if any(pixels % patch for pixels, patch in zip(size, patch_size, strict=True)):
@@ -307,6 +314,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         recipe.add({"speed_choice": speed.choice}, "machine", reason)
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
+    # The advice comes first, or a device without memory would be the user's mistake.
     with blame_the_user(until=lambda: trainer.has_started), advise_on_memory(training):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
