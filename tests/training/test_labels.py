@@ -252,7 +252,7 @@ def test_check_looks_at_any_labels(kind, request, tmp_path, capsys, monkeypatch)
     expected = {"several": "images of 2 classes, from", "numbers": "128 images, price from 3"}[kind]
     assert expected in printed
     assert "of 64 training images after" in printed
-    assert (tmp_path / "run" / "samples.png").is_file()
+    assert (tmp_path / "run" / "_samples.png").is_file()
 
 
 # Classes of which some are rare

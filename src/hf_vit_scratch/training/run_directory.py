@@ -91,7 +91,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
 def _refuse_other_run(output_dir: Path) -> None:
     """Refuse a folder that holds more than a check, or a run killed before its first checkpoint, leaves behind."""
-    replaceable = {output_dir / name for name in (RECIPE, FACTS, "samples.png", LISTING, LOCK)}
+    replaceable = {output_dir / name for name in (RECIPE, FACTS, "_samples.png", LISTING, LOCK)}
     if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
         replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
     if output_dir.is_file() or {*output_dir.glob("*")} - replaceable:
