@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from test_train_script import SMALL, train
 
+from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.training import sanity_check
 
 
@@ -35,7 +36,7 @@ def test_digits_pass(capsys, tmp_path):
     assert "the model alone" in lines["Speed"]
     assert re.search(r"about \d+\.\d minutes of training, 60 passes over the images", lines["Time"])
     assert re.search(r"\d images/s\): it falls$", lines["Trial"])
-    with Image.open(tmp_path / "samples.png") as sheet:
+    with Image.open(tmp_path / "_samples.png") as sheet:
         assert sheet.size == (1056, 1386)  # six rows of six images
     # The folder of a check is no run that must not be overwritten.
     short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
@@ -100,3 +101,17 @@ def test_samples_are_plain_above_and_mixed_below(capsys, tmp_path, monkeypatch):
     assert all(re.fullmatch(r"\d", caption) for caption in drawn[:18])
     assert all(re.fullmatch(r"\d \d+%", caption) for caption in drawn[18:])
     assert len(drawn) == 36
+
+
+def test_speed_is_measured_in_the_precision_of_the_run(capsys, tmp_path, monkeypatch):
+    precisions, loss = set(), ViTScratchForImageClassification._loss
+    monkeypatch.setattr(sanity_check, "_overfit", lambda trainer: [])  # which is in float32
+    monkeypatch.setattr(
+        ViTScratchForImageClassification,
+        "_loss",
+        lambda self, logits, labels: precisions.add(logits.dtype) or loss(self, logits, labels),
+    )
+
+    check(capsys, *SMALL, "--output_dir", str(tmp_path), "--bf16", "true", "--speed_choice", "plain")
+
+    assert precisions == {torch.bfloat16}

@@ -29,7 +29,7 @@ MIN_RELATIVE_GAIN = 0.02  # share of the first loss that a trial must take off
 
 
 def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
-    """Print what was found, write `samples.png` with images as the model sees them, and return whether all is well.
+    """Print what was found, write `_samples.png` with images as the model sees them, and return whether all is well.
 
     It looks at the balance of classes, the modes and sizes of images, whether the model can learn 64 images by heart,
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
@@ -41,7 +41,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     trainer.model.load_state_dict(untrained)
     data_report(trainer)
     problems += _trial(trainer)
-    path = Path(trainer.args.output_dir) / "samples.png"
+    path = Path(trainer.args.output_dir) / "_samples.png"
     _plot_samples(trainer, label_names(splits["train"].features["label"]), path)
     print(f"Samples    {path}: images as the model gets them, and below that as it gets them in training")
     verdict = "Look at this before training:" if problems else "Nothing stands in the way of training."
@@ -131,7 +131,7 @@ def _trial(trainer: ViTTrainer) -> list[str]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, 2 * progress)
         batch = trainer._prepare_inputs(next(loader))
-        with trainer.compute_loss_context_manager():
+        with trainer.accelerator.autocast():
             loss = trainer.model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -166,7 +166,7 @@ def data_report(trainer: ViTTrainer) -> str:
     trainer.model.train()
 
     def compute() -> int:
-        with trainer.compute_loss_context_manager():
+        with trainer.accelerator.autocast():
             loss = trainer.model(**batch).loss
         loss.backward()
         trainer.model.zero_grad()
