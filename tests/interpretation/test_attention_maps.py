@@ -260,7 +260,7 @@ def test_scores_in_the_picture_are_those_of_the_pipeline(fields, photographs):
 
     titles = [axes.get_title() for axes in attention_maps.draw_all(pipe, image)["class_attention"].axes]
 
-    kind = "{label}: {score:.4g}" if fields.get("problem_type") == "regression" else "{label}: {score:.0%}"
+    kind = "{label}: {score:.4g}" if config.problem_type == "regression" else "{label}: {score:.0%}"
     assert [title for title in titles if ":" in title] == [kind.format(**best) for best in pipe(image, top_k=2)]
 
 

@@ -683,6 +683,24 @@ def test_regression_answers_in_the_units_of_the_labels_and_learns_them_standardi
     torch.testing.assert_close(outputs.loss.double(), errors.square().mean(), rtol=1e-3, atol=1e-6)
 
 
+def test_one_label_is_saved_as_regression_for_pipelines(tmp_path):
+    tiny_model(ViTScratchForImageClassification, num_labels=1).save_pretrained(tmp_path)
+
+    assert ViTScratchConfig.from_pretrained(tmp_path).problem_type == "regression"
+
+
+def test_units_of_an_earlier_regression_do_not_change_classes(pixel_values):
+    units = {"label_mean": [40.0], "label_scale": [12.0]}
+    model = tiny_model(ViTScratchForImageClassification, problem_type="single_label_classification")
+    expected = model(pixel_values, labels=torch.tensor([0, 1, 2]))
+    vars(model.config).update(units)
+
+    outputs = model(pixel_values, labels=torch.tensor([0, 1, 2]))
+
+    assert_equal(outputs.logits, expected.logits)
+    assert_equal(outputs.loss, expected.loss)
+
+
 def test_regression_of_several_numbers(pixel_values):
     model = tiny_model(ViTScratchForImageClassification, problem_type="regression")
     labels = torch.randn(3, 5, dtype=torch.float64)

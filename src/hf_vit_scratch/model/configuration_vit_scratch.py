@@ -60,7 +60,8 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         initializer_range: Standard deviation of the truncated normal from which weights are drawn.
         patch_initializer_range: The same for the patch embedding alone; `None` for `1 / sqrt(pixels of a patch)`,
             counted over all channels, as in the code of Dosovitskiy et al. 2021 (LeCun normal), so that pixels of unit
-            variance give tokens of unit variance. With `initializer_range`, small patches start as nearly nothing.
+            variance give tokens of unit variance. With `initializer_range`, tokens of small patches would start close
+            to zero.
         norm_first: `False` for the BERT style (post-LN: each residual sum is normalised, and so are the embeddings);
             `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
         hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
@@ -131,7 +132,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         # transformers keeps unknown names as attributes, and its own loading needs that; a near miss of a field,
         # though, is a misspelling that would otherwise be ignored in silence.
         known = [*(f.name for f in fields(self)), "num_labels", "attn_implementation", "out_features", "out_indices"]
-        # What was set on a configuration later is saved with it and must load again; only a saved one has a version.
+        # A saved configuration, which has a version, may hold attributes that were set on it later.
         for name in kwargs if self.transformers_version is None else ():
             match = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if match and name not in known:
@@ -233,6 +234,12 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             value, default = getattr(self, name), getattr(type(self), name)
             if value is not None or default is not None:  # None is accepted where it is the default
                 rule.check(name, value)
+        units = [len(numbers or ()) for numbers in (self.label_mean, self.label_scale)]
+        if self.problem_type == "regression" and any(units) and units != [self.num_labels] * 2:
+            raise ValueError(
+                f"label_mean and label_scale must have a number for each of the {self.num_labels} labels, got "
+                f"{self.label_mean} and {self.label_scale}."
+            )
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:

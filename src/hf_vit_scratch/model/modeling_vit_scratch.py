@@ -107,7 +107,7 @@ class ViTScratchAttention(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.is_causal = config.is_causal  # for the sdpa and flash implementations, which take a missing one as True
+        self.is_causal = config.is_causal  # sdpa and flash read it, and take a missing one as True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -323,8 +323,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
-    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. Because of **kwargs
-    # it would believe that the models take `num_items_in_batch`, and not divide.
+    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. It sees **kwargs
+    # in `forward` and would conclude that the models take `num_items_in_batch` and divide.
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
@@ -520,6 +520,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     """
 
     def __init__(self, config: ViTScratchConfig):
+        if config.problem_type is None and config.num_labels == 1:
+            config.problem_type = "regression"  # pipelines would take it for a probability
         super().__init__(config)
         if config.is_causal and config.pooling == "cls":
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
@@ -545,7 +547,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
-        if self.config.label_scale is not None:
+        if self.config.problem_type == "regression" and self.config.label_scale is not None:
             wide = torch.promote_types(logits.dtype, torch.float32)  # half precision is too coarse for 1990
             std, mean = logits.new_tensor([self.config.label_scale, self.config.label_mean], dtype=wide)
             logits = logits * std + mean
@@ -555,8 +557,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """Return the mean loss of a batch, a scalar."""
         # Not `self.loss_function`, which changes `config.problem_type` when labels are floats.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
-        default = "regression" if self.config.num_labels == 1 else "single_label_classification"
-        problem_type = self.config.problem_type or default
+        problem_type = self.config.problem_type or "single_label_classification"
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
         if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:
             labels = labels[:, None]
@@ -566,7 +567,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
                 f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
             )
-        if self.config.label_scale is not None:
+        if problem_type == "regression" and self.config.label_scale is not None:
             labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_scale)
         return LOSSES[problem_type](logits, labels.long() if has_ids else labels.to(logits.dtype))
 
