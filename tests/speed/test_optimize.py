@@ -1,6 +1,7 @@
 """Choosing the fastest forwards: by measurements, without a trace, and the same choice again."""
 
 import copy
+import pickle
 import time
 
 import pytest
@@ -238,6 +239,14 @@ def test_copies_are_fast_with_their_own_weights():
     with torch.no_grad():
         expected = optimize(copy.deepcopy(copied), PIXELS, choice="plain").model(PIXELS).logits
         torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fast_model_can_be_pickled():
+    model = build().eval()
+    optimize(model, PIXELS, choice="sdpa+packed")
+    with torch.no_grad():
+        expected = model(PIXELS).logits
+        torch.testing.assert_close(pickle.loads(pickle.dumps(model))(PIXELS).logits, expected)
 
 
 def test_stochastic_depth_of_compiled_layers_drops_whole_images():

@@ -187,7 +187,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Te
     """Return a linear layer's output, through the library that torch chooses, or through oneDNN's convolution."""
     if products != "convolution":
         return F.linear(x, weight, bias)
-    # torch gives convolutions to oneDNN, with their gradients. This one sees an image one token high and N wide.
+    # torch gives convolutions to oneDNN, with their gradients. The tokens are its image, of height 1 and width N.
     image = x.transpose(1, 2).unsqueeze(2)  # (B, D, 1, N)
     return F.conv2d(image, weight[:, :, None, None], bias).squeeze(2).transpose(1, 2)
 

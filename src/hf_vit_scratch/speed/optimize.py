@@ -9,10 +9,10 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from timeit import timeit
-from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, reduce
@@ -86,8 +86,8 @@ def optimize(
         model: A model of this package, also one that was loaded with remote code.
         example_batch: Pixels of the size that the model will see, (B, C, height, width), on its device.
         training: Whether the model will be trained.
-        compile: Whether to compile the layers, or options of `torch.compile`. Only the attention is then chosen; for
-            inference on a CPU also packed layers, which are faster than compiled ones and stay as they are.
+        compile: Whether to compile the layers, or options of `torch.compile`. Then only the attention is chosen. For
+            inference on a CPU, packed layers are a candidate, too; if they win, nothing is compiled.
         choice: A name to repeat a choice, `"plain"` to change nothing, or `"auto"` to measure.
         images: Number of images that the model will see. A short run is not worth a measurement.
 
@@ -112,7 +112,7 @@ def optimize(
     for layer in layers:
         if len({layer.drop_path.drop_prob for layer in layers}) > 1:
             layer.drop_path.keep_prob = torch.tensor(1 - layer.drop_path.drop_prob)
-            layer.drop_path.forward = MethodType(fused.drop_path_forward, layer.drop_path)
+            layer.drop_path.forward = partial(fused.drop_path_forward, layer.drop_path)
         layer.compile(dynamic=False, **options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
 
@@ -132,11 +132,11 @@ def _apply(model: nn.Module, choice: str) -> None:
     attention, _, way = choice.partition("+")
     for module in cast(Iterable[Any], model.modules()):
         forward = vars(module).get("forward")
-        if getattr(forward, "__func__", None) in (fused.attention_forward, fused.mlp_forward, fused.layer_forward):
+        if getattr(forward, "func", None) in (fused.attention_forward, fused.mlp_forward, fused.layer_forward):
             del module.forward, module.products, module.packed
         faster = FORWARDS.get(way, {}).get(type(module).__name__)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
-            module.forward = MethodType(faster, module)
+            module.forward = partial(faster, module)  # which can be copied and pickled
             module.products, module.packed = way, None
         if hasattr(module, "config"):
             module.config._attn_implementation = attention
@@ -152,26 +152,17 @@ def _candidates(device: torch.device, attention: str, training: bool, compile: b
     return [*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(ways, ATTENTIONS))]
 
 
-class _CapturedError(Exception):
-    pass
-
-
-def _first_layer(model: nn.Module, example_batch: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return the first layer, and the arguments that the model calls it with."""
-    layer = _layers(model)[0]
-
-    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-        raise _CapturedError(args, kwargs)
-
-    hook = layer.register_forward_pre_hook(capture, with_kwargs=True)
+def _first_layer(model: PreTrainedModel, example_batch: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the first layer, and the arguments that the model calls it with, for one image repeated."""
+    layer, calls = _layers(model)[0], list[tuple[Any, Any]]()
+    hook = layer.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
     try:
-        with torch.no_grad():
-            model(example_batch)
-    except _CapturedError as captured:
-        return layer, *captured.args
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.base_model(example_batch[:1])
     finally:
         hook.remove()
-    raise AssertionError("the model has called no layer")
+    (hidden_states, *args), kwargs = calls[0]
+    return layer, (hidden_states.expand(len(example_batch), -1, -1), *args), kwargs
 
 
 def _choose(
