@@ -550,14 +550,14 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
 
 @pytest.mark.slow
 def test_space_holds_all_it_needs_and_runs(tmp_path, capsys):
-    model, space = save_model(tmp_path / "model"), tmp_path / "space"
+    model, space = save_model(tmp_path / "pets"), tmp_path / "space"
     (model / "training_args.bin").touch()
 
     assert vit_scratch.main(["explore", str(model), "--write_space", str(space)]) == 0
     shutil.rmtree(model)
 
     assert f"{space} is written." in capsys.readouterr().out
-    saved = {path.name for path in (space / "model").iterdir() if path.suffix != ".py"}
+    saved = {path.name for path in (space / "models" / "pets").iterdir() if path.suffix != ".py"}
     assert saved == {"config.json", "model.safetensors", "preprocessor_config.json"}
     card = (space / "README.md").read_text()
     assert re.search(
@@ -569,7 +569,9 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, capsys):
     code = "import hf_vit_scratch, runpy; print(hf_vit_scratch.__file__, flush=True); runpy.run_path('app.py')"
     server, url = started(["-c", code], space)
     try:
-        assert "temple" in httpx.get(f"{url}/config").text
+        config = httpx.get(f"{url}/config").text
+        assert "temple" in config
+        assert "What the model pets attends to" in config
         assert (space / "log.txt").read_text().startswith(str(space / "hf_vit_scratch"))
     finally:
         server.terminate()

@@ -12,7 +12,7 @@ from ...errors import UserError
 PACKAGE = Path(__file__).parents[2]
 APP = """from hf_vit_scratch.interpretation.explorer.app import main
 
-main(["model"])
+main([{!r}])
 """
 
 
@@ -25,13 +25,13 @@ def write_space(classifier: ImageClassificationPipeline, name: str, space: Path)
     if space.exists():
         raise UserError(f"--write_space must be a new folder, got {space}.")
     shutil.copytree(PACKAGE, space / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    classifier.save_pretrained(space / "model")
+    classifier.save_pretrained(space / "models" / name)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     card = Path(__file__).with_name("space_card.md").read_text(encoding="utf-8")
     card = card.format(name=name, gradio=importlib.metadata.version("gradio"), python=python)
     # Gradio is installed in the version that the card names.
     requirements = [line for line in importlib.metadata.requires("hf-vit-scratch") or [] if "extra ==" not in line]
-    (space / "app.py").write_text(APP, encoding="utf-8")
+    (space / "app.py").write_text(APP.format(f"models/{name}"), encoding="utf-8")
     (space / "requirements.txt").write_text("\n".join(requirements) + "\n", encoding="utf-8")
     (space / "README.md").write_text(card, encoding="utf-8")
     (space / ".gitattributes").write_text("*.safetensors filter=lfs diff=lfs merge=lfs -text\n", encoding="utf-8")
