@@ -417,7 +417,7 @@ def test_option_for_files_is_refused_with_a_folder(tmp_path, capsys):
 
     message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours", "--image_size", "24")
 
-    assert message.endswith("is no file of weights, and says itself what only such a file leaves open.")
+    assert message.endswith("is no file of weights, and only such a file leaves open what the flags say.")
 
 
 def test_unknown_architecture_is_refused(tmp_path, capsys):

@@ -29,7 +29,7 @@ def test_accuracy_of_rankings_by_hand():
 
     metrics = compute_metrics(EvalPrediction((rankings, None, np.array([0.5, 1, 2, 3])), np.array([3, 4, 0, 6])))
 
-    assert (metrics["accuracy"], metrics["top5_accuracy"], metrics["exact_loss"]) == (0.25, 0.75, 1.625)
+    assert (metrics["accuracy"], metrics["top5_accuracy"], metrics["loss"]) == (0.25, 0.75, 1.625)
 
 
 def summaries(logits, labels):
@@ -57,7 +57,7 @@ def test_metrics_from_logits_match_scikit_learn():
 
     expected = [top_k_accuracy_score(labels, logits, k=k, labels=np.arange(12)) for k in (1, 5)]
     assert [metrics["accuracy"], metrics["top5_accuracy"]] == expected
-    assert metrics["exact_loss"] == pytest.approx(
+    assert metrics["loss"] == pytest.approx(
         log_loss(labels, logits.double().softmax(1), labels=np.arange(12)), rel=1e-6
     )
 
@@ -86,7 +86,7 @@ def test_metrics_of_several_labels_match_scikit_learn():
     assert metrics["average_precision"] == pytest.approx(average_precision_score(defined, scores, average="macro"))
     assert metrics["macro_f1"] == f1_score(labels, logits.sigmoid() > 0.5, average="macro", zero_division=0.0)
     expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    assert metrics["exact_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_report_of_several_labels_has_their_scores_and_calibration():

@@ -74,6 +74,13 @@ def test_file_that_is_missing_or_too_many_is_damage(change, run, tmp_path):
     assert damaged_files(folder) == [name]
 
 
+def test_export_beside_a_checkpoints_files_is_no_damage(run, tmp_path):
+    folder = shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
+    (folder / "openvino").mkdir()
+    (folder / "openvino" / "model.bin").touch()
+    assert damaged_files(folder) == []
+
+
 def test_checkpoint_that_is_named_must_be_whole(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run", symlinks=True)
     (folder / "checkpoint-4" / "scheduler.pt").write_bytes(b"")

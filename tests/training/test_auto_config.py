@@ -98,12 +98,12 @@ def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
 @pytest.mark.parametrize(
     ("flags", "mixed", "policy"),
     [
-        (["--num_train_epochs", "20"], False, None),
-        (["--num_train_epochs", "70"], True, None),
-        (["--num_train_epochs", "149"], True, None),
-        (["--max_steps", "100"], False, None),  # of 128 images: 6 passes
+        (["--num_train_epochs", "20"], False, "none"),
+        (["--num_train_epochs", "70"], True, "none"),
+        (["--num_train_epochs", "149"], True, "none"),
+        (["--max_steps", "100"], False, "none"),  # of 128 images: 6 passes
         (["--num_train_epochs", "500"], True, "trivialaugment"),
-        (["--num_train_epochs", "500", "--max_train_minutes", "0.1"], False, None),
+        (["--num_train_epochs", "500", "--max_train_minutes", "0.1"], False, "none"),
     ],
 )
 def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, policy, monkeypatch):

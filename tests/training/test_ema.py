@@ -19,7 +19,7 @@ def train(model, ema, steps=4):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
-        ema.update(model)
+        ema.update_parameters(model)
         history.append(model.weight.detach().clone())
     return history
 
@@ -34,7 +34,7 @@ def test_average_is_the_weighted_sum_of_the_steps(model):
     ema.swap(model)
 
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-14)
-    assert ema.steps == 4
+    assert ema.n_averaged == 4
 
 
 def test_weights_come_back_after_the_context_even_if_it_fails(model):

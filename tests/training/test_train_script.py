@@ -108,7 +108,7 @@ def test_patch_embedding_starts_from_the_images_where_asked(tmp_path):
 
 
 def test_patch_embedding_of_a_saved_model_is_not_whitened(run, tmp_path):
-    with pytest.raises(UserError, match="whiten_patches is for new models, and .* the saved model of --model"):
+    with pytest.raises(UserError, match="--whiten_patches does not go together with the trained model of --model"):
         train.main([*SMALL, "--output_dir", str(tmp_path), "--whiten_patches", "true", "--model", str(run[0])])
 
 

@@ -525,6 +525,38 @@ def test_images_are_not_dropped_as_unused_columns(tmp_path):
     assert ViTTrainingArguments(output_dir=str(tmp_path)).remove_unused_columns is False
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"remove_unused_columns": True}, "remove_unused_columns must stay false: it would look for columns"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy must stay random: the order"),
+        ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
+    ],
+)
+def test_option_that_would_not_do_what_it_says_is_refused(option, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        ViTTrainingArguments(output_dir=str(tmp_path), **option)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept in memory", "decoded for each batch"])
+def test_dropping_the_last_batch_drops_no_image_of_an_evaluation(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageClassificationDataset, "keep_decoded", lambda *args: kept)
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=1, dataloader_drop_last=True, per_device_eval_batch_size=64)
+    images = len(trainer.train_dataset)
+
+    assert len(trainer.predict(trainer.train_dataset).label_ids) == images
+    assert images % 64
+    assert trainer.args.dataloader_drop_last
+
+
+def test_subset_of_the_training_images_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, mixed=True, max_steps=1)
+    trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(16))
+
+    with pytest.raises(UserError, match=r"A Subset cannot be trained on: .* rows\.select"):
+        trainer.train()
+
+
 # The moving average
 
 
@@ -787,13 +819,14 @@ def test_push_that_is_skipped_leaves_the_files_of_the_one_before_alone(strategy,
 )
 @pytest.mark.parametrize("by_time", [True, False], ids=["by time", "by steps"])
 def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_time, caplog):
-    watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
+    model = SimpleNamespace(config=SimpleNamespace(num_labels=5))
     args = SimpleNamespace(max_train_minutes=10.0 if by_time else None, task="image-classification")
+    history = []
 
     for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
-        step = 1 if by_time else 1000 * share
-        state = SimpleNamespace(global_step=step, max_steps=1000, is_world_process_zero=True)
-        watch.on_log(args, state, None, logs={"loss": loss, "minutes": 10 * share}, model=model)
+        history.append({"loss": loss, "minutes": 10 * share, "step": 1 if by_time else 1000 * share})
+        state = SimpleNamespace(max_steps=1000, is_world_process_zero=True, log_history=history)
+        LossWatch().on_log(args, state, None, logs=history[-1], model=model)  # anew, as in a resumed run
         assert ("has not moved" in caplog.text) == (warned and number >= 2)
 
     assert caplog.text.count("has not moved") == warned
@@ -803,8 +836,9 @@ def test_one_process_alone_says_that_the_loss_has_not_moved(caplog):
     watch, model = LossWatch(), SimpleNamespace(config=SimpleNamespace(num_labels=5))
     args = SimpleNamespace(max_train_minutes=None, task="image-classification")
     for step in (1, 500):
-        state = SimpleNamespace(global_step=step, max_steps=1000, is_world_process_zero=False)
-        watch.on_log(args, state, None, logs={"loss": 2.0, "minutes": 1.0}, model=model)
+        history = [{"loss": 2.0, "minutes": 1.0, "step": step} for step in (1, step)]
+        state = SimpleNamespace(max_steps=1000, is_world_process_zero=False, log_history=history)
+        watch.on_log(args, state, None, logs=history[-1], model=model)
     assert caplog.text == ""
 
 

@@ -91,7 +91,7 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
     if any(unsaid.values()) and not Path(source).is_file():
-        raise UserError(f"{source} is no file of weights, and says itself what only such a file leaves open.")
+        raise UserError(f"{source} is no file of weights, and only such a file leaves open what the flags say.")
     ours, kind, assumed, image_processor, note = load(source, **unsaid)
     if kind == type(ours).__name__:
         raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")

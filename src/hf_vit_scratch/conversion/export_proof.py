@@ -27,8 +27,8 @@ BATCH = 32
 LARGEST_DIFFERENCE = 1e-3  # of scores, in float32
 MOST_CHANGED = 0.001  # of the answers, in float32
 MOST_LOST = 0.005  # of the metric, by 8-bit integers
-SMALLEST_SCORE = 1e-12  # which rounding leaves
-FEW_IMAGES = 3  # which may be lost where they are more than that
+SMALLEST_SCORE = 1e-12  # less is taken for it, because rounding may leave 0
+FEW_IMAGES = 3  # an 8-bit export may always lose so many
 ROUNDS, SECONDS = 5, 0.2  # of the measurement; the seconds for each variant and round
 
 

@@ -97,7 +97,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     Example:
         >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
         >>> metrics = compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
-        >>> metrics["accuracy"], metrics["top5_accuracy"], metrics["exact_loss"]
+        >>> metrics["accuracy"], metrics["top5_accuracy"], metrics["loss"]
         (0.5, 0.5, 0.8)
     """
     labels, predictions = cast(np.ndarray, evaluation.label_ids), cast(Any, evaluation.predictions)
@@ -111,7 +111,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
             "average_precision": float(precision),
             "auroc": float(auroc),
             "macro_f1": float(_scores(labels, predictions > 0, range(labels.shape[1]))[2].mean()),
-            "exact_loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
+            "loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
         }
     ranked, _, losses = predictions
     accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=labels)
@@ -122,7 +122,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     averaged: dict[str, Any] = {"average": "macro", "zero_division": 0.0, "labels": np.unique(labels)}
     metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], **averaged))
     metrics["macro_f1"] = float(f1_score(labels, ranked[:, 0], **averaged))
-    return {**metrics, "exact_loss": float(losses.mean(dtype=np.float64))}
+    return {**metrics, "loss": float(losses.mean(dtype=np.float64))}
 
 
 def _scores(labels: NDArray[Any], best: NDArray[Any], ids: Iterable[int]) -> tuple[NDArray[Any], ...]:

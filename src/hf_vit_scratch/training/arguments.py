@@ -16,6 +16,13 @@ from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANT_NAME
 
 TASKS = ("image-classification", "masked-image-modeling")
+# Options of transformers that must keep their value, and why.
+FIXED: dict[str, tuple[Any, str]] = {
+    "remove_unused_columns": (False, "it would look for columns in batches"),
+    "train_sampling_strategy": ("random", "the order of the images follows from the seed"),
+    "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
+    "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
+}
 
 
 @dataclass
@@ -142,8 +149,9 @@ class ViTTrainingArguments(TrainingArguments):
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
     def __post_init__(self) -> None:
-        if self.remove_unused_columns:
-            raise UserError("remove_unused_columns must stay false: it would look for columns in batches.")
+        for name, (value, reason) in FIXED.items():
+            if getattr(self, name) != value:
+                raise UserError(f"{name} must stay {str(value).lower()}: {reason}.")
         if self.hub_token is not None:
             raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
         if self.eval_tta not in (None, "flip"):
@@ -215,39 +223,17 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
 
 def refuse_labels(args: Arguments) -> None:
     """Refuse what needs labels where none are read."""
-    refuse_together(
-        "--task masked-image-modeling",
-        {
-            "--streaming": args.data.streaming,
-            "--check": args.training.check,
-            "--eval_tta": args.training.eval_tta,
-            "mixing (--mixup_alpha, --cutmix_alpha)": args.mixing.mixup_alpha or args.mixing.cutmix_alpha,
-            "--label_smoothing_factor": args.training.label_smoothing_factor,
-            "--class_weighting": args.mixing.class_weighting != "none",
-            "--balanced_sampling": args.training.balanced_sampling,
-            "--target_accuracy": args.training.target_accuracy is not None,
-        },
-    )
+    names = ("streaming", "check", "eval_tta", "mixup_alpha", "cutmix_alpha", "label_smoothing_factor")
+    others = ("class_weighting", "balanced_sampling", "target_accuracy")
+    refuse_beside(args, "--task masked-image-modeling", *names, *others)
 
 
 def refuse_whole_data(args: Arguments) -> None:
     """Refuse what needs all of the data where they are a stream."""
-    data, training = args.data, args.training
-    refuse_together(
-        "--streaming",
-        {
-            "--class_weighting": args.mixing.class_weighting != "none",
-            "--balanced_sampling": training.balanced_sampling,
-            "--check": training.check,
-            "--fit_to_images": training.fit_to_images,
-            "--cache_images": training.cache_images,
-            "--target_accuracy": training.target_accuracy is not None,
-            "--max_train_minutes": training.max_train_minutes is not None,
-            "--validation_fraction": data.validation_fraction != DataArguments.validation_fraction,
-            "--group_by": data.group_by is not None,
-            "--test_fraction": data.test_fraction != DataArguments.test_fraction,
-        },
-    )
+    training = args.training
+    names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
+    others = ("max_train_minutes", "validation_fraction", "test_fraction", "group_by", "whiten_patches")
+    refuse_beside(args, "--streaming", *names, *others)
     if training.max_steps <= 0:
         raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
     for name in ("eval", "save"):
@@ -257,8 +243,9 @@ def refuse_whole_data(args: Arguments) -> None:
             )
 
 
-def refuse_together(what: str, asked: Mapping[str, Any]) -> None:
-    """Refuse options that were asked for beside another one."""
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise UserError(f"{name} does not go together with {what}. Leave one of them out.")
+def refuse_beside(args: Arguments, what: str, *names: str) -> None:
+    """Refuse flags that are not at their defaults, beside another one."""
+    defaults = {flag.name: flag.default for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)}
+    for name in names:
+        if next(getattr(part, name) for part in args if hasattr(part, name)) != defaults[name]:
+            raise UserError(f"--{name} does not go together with {what}. Leave one of them out.")

@@ -47,7 +47,8 @@ def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) ->
             logger.warning("%s is damaged (%s) and not used.", checkpoint, ", ".join(damaged))
         else:
             raise UserError(
-                f"{output_dir} holds no complete checkpoint to resume from. Start without --resume_from_checkpoint."
+                f"{output_dir} holds no complete checkpoint to resume from. Start without --resume_from_checkpoint, "
+                "in another --output_dir."
             )
     else:
         checkpoint = Path(wanted)
@@ -101,7 +102,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files of a checkpoint that are changed or missing, and tensors that have no checksum."""
+    """Return the files of a checkpoint that are changed or missing, and tensors beside them that have no checksum."""
     try:
         lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -110,7 +111,12 @@ def damaged_files(folder: Path) -> list[str]:
         return [CHECKSUMS]
     expected = {line[66:]: line[:64] for line in lines}
     present = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-    unknown = {name for name in present.keys() - expected.keys() if name.endswith(TENSOR_SUFFIXES)}
+    folders = {Path(name).parent for name in expected}  # others hold an export of the checkpoint, for example
+    unknown = {
+        name
+        for name in present.keys() - expected.keys()
+        if name.endswith(TENSOR_SUFFIXES) and Path(name).parent in folders
+    }
     changed = {name for name in expected.keys() & present.keys() if _sha256(present[name]) != expected[name]}
     return sorted(unknown | changed | (expected.keys() - present.keys()))
 

@@ -15,16 +15,16 @@ from ..errors import UserError
 TRAINED_WEIGHTS = "trained_weights.safetensors"
 
 
-class EMA:
-    """The average of a model's weights over its training steps; it changes places with them on request.
+class EMA(AveragedModel):
+    """torch's average of a model's weights over its training steps; it changes places with them on request.
 
-    It starts with the model's weights, on its device, and holds `steps` steps already. Each step keeps the share
-    `decay` of it.
+    It starts as a copy of the model's weights, on their device; `steps` is the number of training steps in it already.
+    Each further step multiplies it by `decay` and adds `1 - decay` times the new weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
-        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self.average.n_averaged.fill_(steps)
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.n_averaged.fill_(steps)
         self._is_swapped = False
 
     @classmethod
@@ -49,25 +49,16 @@ class EMA:
             model.load_state_dict(load_file(checkpoint / TRAINED_WEIGHTS))
         return ema
 
-    @property
-    def steps(self) -> int:
-        """Number of steps that the average holds."""
-        return int(self.average.n_averaged)
-
-    def update(self, model: nn.Module) -> None:
-        """Add the weights of a model to the average."""
-        self.average.update_parameters(model)
-
     def swap(self, model: nn.Module) -> None:
         """Exchange the weights of a model and their average."""
-        averages = dict(self.average.module.named_parameters())
+        averages = dict(self.module.named_parameters())
         for name, parameter in model.named_parameters():
             parameter.data, averages[name].data = averages[name].data, parameter.data
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Give a model the average, if there is one, as long as the context lasts. Contexts can be nested."""
-        if self.steps == 0 or self._is_swapped:
+        if self.n_averaged == 0 or self._is_swapped:
             yield
             return
         self.swap(model)

@@ -14,7 +14,7 @@ from .arguments import ViTTrainingArguments
 
 # Processes agree on stopping every so many steps; on an accelerator this waits for the device.
 STEPS_BETWEEN_AGREEMENTS = 10
-# Launchers hand on a Ctrl-C that the terminal has sent already. A second one that comes later is a person's.
+# One Ctrl-C can arrive twice: from the terminal, and from a launcher. Only one that comes later was pressed again.
 SECONDS_BETWEEN_PRESSES = 1.0
 SAVING = "\nSaving a checkpoint after this step or evaluation. Press Ctrl-C again to stop at once.\n"
 

@@ -19,10 +19,6 @@ NOT_MOVED = 0.98  # share of the first loss above which it has not
 class LossWatch(TrainerCallback):
     """Stop at a loss that is not finite. Say once, after a tenth of the training, if that of a classifier stays."""
 
-    def __init__(self) -> None:
-        self.first_loss: float | None = None
-        self.done = False
-
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
@@ -39,27 +35,30 @@ class LossWatch(TrainerCallback):
             raise UserError(
                 f"The loss is {loss} at step {state.global_step}. {describe_last_checkpoint(args.output_dir)}. The "
                 f"likely cause is a learning rate that is too high (now {rate:.3g}), too short a warm-up, or 16-bit "
-                "precision: try a lower --learning_rate, a longer --warmup_steps, --qk_norm true, or a lower "
-                "--max_grad_norm."
+                "precision: try a lower --learning_rate, a longer --warmup_steps, --max_grad_norm 1, or, for a new "
+                "model, --qk_norm true."
             )
-        if self.done or args.task != "image-classification" or not state.is_world_process_zero:
+        if args.task != "image-classification" or not state.is_world_process_zero:
             return
-        if self.first_loss is None:
-            self.first_loss = loss
+        lines = [line for line in state.log_history if "loss" in line]  # also those of before the run was resumed
+        first_loss = lines[0]["loss"]
+        watched = [line for line in lines[1:] if self._share_done(args, state, line) >= WATCHED_PART]
+        if len(watched) != 1:  # not yet, or said before
             return
-        by_time = logs["minutes"] / args.max_train_minutes if args.max_train_minutes else 0.0
-        if max(state.global_step / state.max_steps, by_time) < WATCHED_PART:
-            return
-        self.done = True
         model = kwargs["model"]
         several = getattr(model.config, "problem_type", None) == "multi_label_classification"  # each is a yes or no
         chance = math.log(2 if several else max(getattr(model.config, "num_labels", 0), 2))  # of equal probabilities
-        if loss > NOT_MOVED * self.first_loss and loss > 0.9 * chance:
+        if loss > NOT_MOVED * first_loss and loss > 0.9 * chance:
             logger.warning(
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
                 "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
                 "augmentations (--auto_augment, --mixup_alpha, --cutmix_alpha) or more time.",
                 100 * WATCHED_PART,
-                self.first_loss,
+                first_loss,
                 loss,
             )
+
+    @staticmethod
+    def _share_done(args: Any, state: TrainerState, line: dict[str, Any]) -> float:
+        by_time = line["minutes"] / args.max_train_minutes if args.max_train_minutes else 0.0
+        return max(line["step"] / state.max_steps, by_time)

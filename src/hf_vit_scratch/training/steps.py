@@ -37,8 +37,8 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ViTTrainingArguments, refuse_labels, refuse_together, refuse_whole_data, set_fields
-from .calibration import calibrate, can_be_calibrated
+from .arguments import Arguments, ViTTrainingArguments, refuse_beside, refuse_labels, refuse_whole_data, set_fields
+from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
 from .local_attention import start_local_attention
 from .optimizers import freeze
@@ -64,11 +64,10 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
         raise UserError("This recipe is for images of your own: add --data FOLDER.")
     if is_masked(args):
         refuse_labels(args)
-    if args.model.attn_implementation is not None:
-        chosen = args.training.speed_choice not in ("auto", "plain")
-        refuse_together("--attn_implementation", {"--speed_choice": chosen})
+    if args.model.attn_implementation is not None and args.training.speed_choice != "plain":
+        refuse_beside(args, "--attn_implementation", "speed_choice")
     if args.training.balanced_sampling:
-        refuse_together("--balanced_sampling", {"--class_weighting": args.mixing.class_weighting != "none"})
+        refuse_beside(args, "--balanced_sampling", "class_weighting")
     with blame_the_user():
         set_seed(args.training.seed)
 
@@ -193,11 +192,8 @@ def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None")
 def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel | None") -> ViTScratchPreTrainedModel:
     """Build the model, with random weights or those of the trained model, and freeze what is not to be trained."""
     training = args.training
-    if training.whiten_patches and (start is not None or args.data.streaming):
-        with_what = "--streaming, which has no images at hand" if args.data.streaming else "the saved model of --model"
-        raise UserError(f"whiten_patches is for new models, and does not go together with {with_what}.")
-    if training.local_attention and start is not None:
-        raise UserError("local_attention is for new models, and does not go together with the saved model of --model.")
+    if start is not None:
+        refuse_beside(args, "the trained model of --model", "whiten_patches", "local_attention")
     with blame_the_user():
         model_class = ViTScratchForMaskedImageModeling if is_masked(args) else ViTScratchForImageClassification
         model = model_class(config) if start is None else build_from(start, str(args.model.model), model_class, config)
@@ -330,8 +326,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
-    if can_be_calibrated(trainer):
-        calibrate(trainer)
+    calibrate(trainer)
 
 
 def push(trainer: ViTTrainer) -> None:

@@ -78,15 +78,15 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         if trainer.ema is not None:
-            trainer.ema.update(trainer.model)
+            trainer.ema.update_parameters(trainer.model)
         trainer.clock.update(state, control)
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
         self._log_first(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # `on_step_end` has saved already if a signal stopped the run, but not what this evaluation will find. A
-        # finished run that is resumed makes no step.
+        # After a signal, `on_step_end` has saved already. Save again only to keep the result of an epoch's evaluation.
+        # A finished run that is resumed makes no step, so it neither evaluates nor saves.
         if self.trainer.stopped or not self.trainer.has_started:
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
             control.should_save = control.should_evaluate
@@ -193,7 +193,9 @@ class ViTTrainer(Trainer):
             raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
         finally:  # also after an exception
             self.args.save_total_limit = self._save_total_limit
-            if self.ema is not None and self.ema.steps and not best_was_loaded:  # the best one is an average already
+            if (
+                self.ema is not None and self.ema.n_averaged and not best_was_loaded
+            ):  # the best one is an average already
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
         if self.stopped and self.graceful_stop.signal == signal.SIGINT:
@@ -229,7 +231,14 @@ class ViTTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if dataset is self.train_dataset:
             self.batch_transform = _batch_transform_of(dataset)
@@ -239,12 +248,16 @@ class ViTTrainer(Trainer):
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, collate_fn=collate, **options)
-        if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
-            # Worker processes would have nothing to do, and what is on the device cannot be pinned.
-            sampler, drop_last = sampler_fn and sampler_fn(dataset), self.args.dataloader_drop_last
-            loader: Any = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last)
-            return self.accelerator.prepare(loader)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, *args, **kwargs)
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and is_training  # the stock Trainer drops test images as well
+        try:
+            if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
+                # Worker processes would have nothing to do, and what is on the device cannot be pinned.
+                options = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": drop_last and is_training}
+                return self.accelerator.prepare(DataLoader(dataset, batch_size, collate_fn=collate, **options))
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Decoded images become the model's inputs on the model's device.
@@ -256,6 +269,11 @@ class ViTTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(rows, ImageClassificationDataset):
+            if _batch_transform_of(rows) is not None:
+                raise UserError(
+                    "A Subset cannot be trained on: its images would look the same in every epoch. Make an "
+                    "ImageClassificationDataset of rows.select(...) instead."
+                )
             return super()._get_train_sampler(train_dataset)
         args = self.args
         batch_size = max(1, self._train_batch_size * args.world_size)  # what is less, torch refuses
@@ -333,17 +351,12 @@ class ViTTrainer(Trainer):
         of_training, self.batch_transform = self.batch_transform, _batch_transform_of(dataloader.dataset)
         try:
             with self._averaged(), self._uncompiled_if(True):
-                output = super().evaluation_loop(dataloader, *args, **kwargs)
+                # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
+                # The loss of `compute_metrics` takes its place.
+                return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.batch_transform = of_training
-        metrics = cast(dict[str, float], output.metrics)
-        for name in list(metrics):
-            # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
-            # `compute_metrics` reports the exact loss, which takes its place.
-            if name.endswith("_exact_loss"):
-                metrics[name.replace("_exact_loss", "_loss")] = metrics.pop(name)
-        self.restart_throughput()
-        return output
+            self.restart_throughput()
 
     # Checkpoints
 
