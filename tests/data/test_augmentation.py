@@ -82,7 +82,7 @@ def test_translation_moves_by_at_most_its_share(augmenting, picture):
         ({"scale": float("nan")}, r"scale must lie in \[0, 1\), got nan"),
         (
             {"auto_augment": "autoaugment"},
-            r"auto_augment must be one of randaugment, trivialaugment, got 'autoaugment'",
+            r"auto_augment must be one of none, randaugment, trivialaugment, got 'autoaugment'",
         ),
         ({"randaugment_num_ops": 0}, r"randaugment_num_ops must be at least 1, got 0"),
         ({"randaugment_magnitude": 31}, r"randaugment_magnitude must lie in \[0, 30\], got 31"),

@@ -83,20 +83,14 @@ class BatchTransform:
         image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.is_random else None)
         return TF.pil_to_tensor(image)
 
-    def resize(self, images: Tensor | list[Tensor], size: tuple[int, int]) -> Tensor:
+    def resize(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
-        if isinstance(images, Tensor) and images.shape[-2:] == size:
+        if images.shape[-2:] == size:
             return images
-        if isinstance(images, Tensor):  # at once; a list is handled image by image
-            new = SizeDict(height=size[0], width=size[1])
-            return self.image_processor.resize(images, new, resample=self.image_processor.resample)
-        resized = self.image_processor(
-            list(images), size=dict(zip(("height", "width"), size, strict=True)), do_rescale=False, do_normalize=False,
-            input_data_format="channels_first", return_tensors="pt",
-        )  # fmt: skip
-        return resized["pixel_values"]
+        new = SizeDict(height=size[0], width=size[1])
+        return self.image_processor.resize(images, new, resample=self.image_processor.resample)
 
-    def crop(self, images: Tensor | list[Tensor], keys: NDArray[np.uint64], stage: int | None) -> Tensor:
+    def crop(self, images: Tensor, keys: NDArray[np.uint64], stage: int | None) -> Tensor:
         """Bring decoded images to the size of a stage, by a random resized crop or whole: uint8 (B, 3, ...)."""
         augmentation = None if stage is None else self.stages[stage]
         scale = None if augmentation is None else augmentation.random_resized_crop_scale
@@ -243,7 +237,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:
         image = self.batch_transform.decode(row, f"image {key[1]}")
-        return self.batch_transform.crop([image], key[None], stage)
+        return self.batch_transform.crop(image[None], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs.

@@ -9,7 +9,7 @@ from ..errors import UserError
 CORRUPT_POLICIES = ("raise", "skip")
 NEAR_DUPLICATES = ("keep_together", "drop", "ignore")
 CLASS_WEIGHTINGS = ("none", "balanced")
-AUGMENT_POLICIES = ("randaugment", "trivialaugment")
+AUGMENT_POLICIES = ("none", "randaugment", "trivialaugment")
 
 Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
 BETWEEN: Rule = ("lie between 0 and 1", lambda value: 0 < value < 1)
@@ -26,7 +26,7 @@ RULES: dict[str, Rule] = {
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
     "translate": SHARE,
     "scale": SHARE,
-    "auto_augment": (f"be one of {', '.join(AUGMENT_POLICIES)}", lambda value: value in (None, *AUGMENT_POLICIES)),
+    "auto_augment": (f"be one of {', '.join(AUGMENT_POLICIES)}", lambda value: value in AUGMENT_POLICIES),
     "randaugment_num_ops": ("be at least 1", lambda value: value >= 1),
     "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),
     "random_erasing_prob": PROBABILITY,
@@ -109,7 +109,7 @@ class AugmentationArguments(_Options):
     rotation_degrees: float = flag(0.0, "Largest rotation to either side.")
     translate: float = flag(0.0, "Largest shift, as a share of height and width.")
     scale: float = flag(0.0, "Largest relative change of size.")
-    auto_augment: str | None = flag(None, "A policy: randaugment or trivialaugment.")
+    auto_augment: str = flag("none", "A policy: randaugment or trivialaugment.")
     randaugment_num_ops: int = flag(2, "Operations that RandAugment draws per image.")
     randaugment_magnitude: int = flag(9, "Strength of RandAugment, 0 to 30.")
     random_erasing_prob: float = flag(0.0, "Probability that a random rectangle turns grey.")

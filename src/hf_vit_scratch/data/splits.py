@@ -29,7 +29,7 @@ from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import decode_image, find_image_files, warn_of_others
 from .options import DataArguments
 from .tables import find_columns, find_tables, load_tables
-from .targets import encode_labels, is_missing, is_valid, label_names, problem_type, targets_of
+from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def load_splits(
         rows = source[split]
         labels = rows.select_columns("label")  # of a stream, the first row must do
         labels = labels if isinstance(rows, Dataset) else labels.take(1)
-        if name != "train" and all(is_missing(row["label"]) for row in labels):
+        if name != "train" and not any(is_valid(feature, row["label"]) for row in labels):
             logger.warning("%s: the split %r has no labels and is not used.", data, split)
             continue
         if args.streaming and name != "train":

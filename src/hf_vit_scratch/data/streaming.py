@@ -53,11 +53,6 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         skip_corrupt: bool = False,
         **named_options: Any,
     ):
-        if process[0] == 0 and rows.num_shards % process[1]:
-            logger.warning(
-                "%d processes share %d files: each reads all of them for its share of the rows. A number of processes "
-                "that divides the number of files is faster.", process[1], rows.num_shards,
-            )  # fmt: skip
         self.rows = rows
         self.process = process
         self.buffer_size = buffer_size
@@ -85,7 +80,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             # 64 bits tell an image from others, wherever in the stream it comes.
             digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
             keys.append((epoch, int.from_bytes(digest)))
-            pixels.append(self.batch_transform.crop([image], np.array(keys[-1:], np.uint64), stage))
+            pixels.append(self.batch_transform.crop(image[None], np.array(keys[-1:], np.uint64), stage))
         labels = to_array(self.rows.features["label"], [row["label"] for _, row in batch])
         return {
             "pixel_values": torch.cat(pixels),

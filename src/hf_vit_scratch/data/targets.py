@@ -89,13 +89,6 @@ def scarcity(rows: Dataset) -> str | None:
     )
 
 
-def is_missing(label: Any) -> bool:
-    """Return whether a row has no label."""
-    if isinstance(label, dict):
-        return any(value is None or math.isnan(value) for value in label.values())
-    return label is None or (None in label if isinstance(label, list) else label < 0)
-
-
 def is_valid(feature: Any, label: Any) -> bool:
     """Return whether a label is a known class, a list of such, or finite numbers."""
     if isinstance(label, dict):

@@ -70,20 +70,20 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    rng: SampleRNG, sizes: Sequence[Sequence[int]], scale: tuple[float, float], ratio: tuple[float, float]
+    rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> NDArray[np.int64]:
-    """Draw a rectangle in each image: top, left, height and width; the last two are 0 if none of ten tries fits.
+    """Draw a rectangle in each image of a height and width, (4, B).
 
-    Sizes are (B, 2), rectangles (4, B).
+    They are top, left, height and width; the last two are 0 if none of ten tries fits.
     """
-    height, width = np.asarray(sizes, np.int64).T
+    height, width = size
     *shapes, down, right = rng.uniforms(2 * TRIES + 2).T
     area = height * width * (scale[0] + (scale[1] - scale[0]) * np.array(shapes[::2]))  # (TRIES, B)
     aspect = ratio[0] * (ratio[1] / ratio[0]) ** np.array(shapes[1::2])
     tall, wide = np.rint((area / aspect) ** 0.5), np.rint((area * aspect) ** 0.5)
     fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
     first = fits.argmax(axis=0)  # the first try that fits
-    tall, wide = (np.where(fits, side, 0)[first, np.arange(len(height))].astype(np.int64) for side in (tall, wide))
+    tall, wide = (np.where(fits, side, 0)[first, np.arange(len(first))].astype(np.int64) for side in (tall, wide))
     top, left = (down * (height - tall + 1)).astype(np.int64), (right * (width - wide + 1)).astype(np.int64)
     return np.stack((top, left, tall, wide))
 
@@ -96,22 +96,16 @@ def inside(rectangles: NDArray[np.int64], like: Tensor) -> Tensor:
     return (((rows >= top) & (rows < top + tall))[:, :, None] & across[:, None])[:, None]
 
 
-def random_resized_crop(
-    images: Tensor | Sequence[Tensor], rng: SampleRNG, size: tuple[int, int], least_scale: float
-) -> Tensor:
-    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`.
-
-    The images may be a list of (C, height, width) of any sizes.
-    """
+def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], least_scale: float) -> Tensor:
+    """Crop each image at random and resize it, with antialiasing; `v2.RandomResizedCrop`."""
     low, high = ratio = (3 / 4, 4 / 3)
-    sizes = [tuple(image.shape[-2:]) for image in images]
-    boxes = _rectangles(rng, sizes, (least_scale, 1.0), ratio)
+    height, width = images.shape[-2:]
+    boxes = _rectangles(rng, (height, width), (least_scale, 1.0), ratio)
     # Where none fitted: the largest part in the middle that is neither too wide nor too tall.
-    height, width = np.array(sizes).T
-    tall, wide = np.minimum(height, np.rint(width / low)), np.minimum(width, np.rint(height * high))
-    middle = np.stack(((height - tall) // 2, (width - wide) // 2, tall, wide)).astype(np.int64)
+    tall, wide = min(height, round(width / low)), min(width, round(height * high))
+    middle = np.array([[(height - tall) // 2], [(width - wide) // 2], [tall], [wide]])
     boxes = np.where(boxes[2] > 0, boxes, middle)
-    if isinstance(images, Tensor) and images.device.type != "cpu":
+    if images.device.type != "cpu":
         return resized_crops_by_products(images, boxes, size)
     crops = (
         image[None, :, top : top + tall, left : left + wide]
@@ -206,7 +200,7 @@ def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
     chosen = np.flatnonzero(rng.uniform() < probability)
-    rectangles = _rectangles(rng, [images.shape[-2:]] * len(images), (0.02, 0.33), (0.3, 3.3))[:, chosen]
+    rectangles = _rectangles(rng, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))[:, chosen]
     places = to_device(chosen, images, torch.int64)
     erased = images.index_select(0, places).masked_fill_(inside(rectangles, images), value)
     return images.index_copy(0, places, erased)

@@ -120,7 +120,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
-    choose(seen, auto_augment="trivialaugment" if changes else None)
+    choose(seen, auto_augment="trivialaugment" if changes else "none")
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
         choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
