@@ -1,8 +1,10 @@
 """`vit-scratch evaluate`: a saved run on other labelled images."""
 
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +93,33 @@ def test_splits_that_were_cut_are_cut_again(class_folders, tmp_path):
     assert vit_scratch.main([*command, str(tmp_path / "val"), "--split", "val"]) == 0
     matrix = json.loads((tmp_path / "val" / "metrics.json").read_text())["confusion_matrix"]
     assert np.sum(matrix) == 2
+
+
+def test_own_images_are_known_by_their_place_and_not_by_how_it_is_written(class_folders, tmp_path, monkeypatch):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
+                      "save_strategy: no, load_best_model_at_end: false, test_fraction: 0.3}")  # fmt: skip
+    monkeypatch.chdir(class_folders.parent)
+    train.main([str(recipe), *SMALL, "--data", class_folders.name, "--output_dir", "run"])
+    expected = json.loads(Path("run/metrics.json").read_text())["test_loss"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = os.path.relpath(class_folders.parent / "run")
+
+    for number, data in enumerate(([], ["--data", os.path.relpath(class_folders)])):
+        assert vit_scratch.main(["evaluate", run, *data, "--output_dir", str(number)]) == 0
+        assert json.loads(Path(str(number), "metrics.json").read_text())["test_loss"] == expected
+
+
+def test_folder_called_digits_is_not_the_digits(evaluate, tmp_path, monkeypatch):
+    write_folders(tmp_path / "digits", "37", [row for row in load_digits()["test"]][:60])
+    monkeypatch.chdir(tmp_path)
+
+    assert np.sum(evaluate("--data", "./digits")["confusion_matrix"]) < 60
+
+
+def test_mirrored_views_are_reported_as_in_a_run(evaluate):
+    assert "test_flip_accuracy" in evaluate("--eval_tta", "flip")
 
 
 def test_run_whose_images_have_changed_is_refused(class_folders, tmp_path, capsys):
@@ -190,7 +219,7 @@ def test_model_that_crops_its_images_is_refused(run, refused, tmp_path):
     ViTImageProcessor(size={"height": 8, "width": 8}, do_center_crop=True, crop_size=8).save_pretrained(
         tmp_path / "model"
     )
-    assert "prepares images in another way than `evaluate` and `export` can: do_center_crop True" in refused(
+    assert "prepares images in another way than training, `evaluate` and `export` do: do_center_crop True" in refused(
         model=tmp_path / "model"
     )
 

@@ -20,6 +20,7 @@ from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
+from PIL.Image import Resampling
 from torch import Tensor
 from transformers.image_utils import load_image
 
@@ -38,6 +39,11 @@ BLOCK = 100  # encoded images that are in memory at once; a photograph may have 
 PROGRAM_FORMATS = ("EPS",)
 # Modes of one channel whose values RGB cannot hold: Pillow clips them at 255.
 WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+
+
+def local_path(name: str) -> Path:
+    """Return the path that a user means: `~` alone or before a user's name is a home directory."""
+    return Path(os.path.expanduser(name))  # `Path.expanduser` fails for other names that begin with ~
 
 
 def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], Counter[str]]:
@@ -168,3 +174,17 @@ def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]
     if image_processor.do_rescale:
         pixels = pixels / image_processor.rescale_factor
     return pixels.round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
+
+
+def refuse_other_preprocessing(image_processor: Any) -> None:
+    """Refuse an image processor that does more than resize, by bilinear or bicubic interpolation, and normalize."""
+    options = image_processor.to_dict()
+    wrong = [name for name in ("do_center_crop", "do_pad") if options.get(name)]
+    wrong += ["size"] if {*options["size"]} != {"height", "width"} or not options["do_resize"] else []
+    wrong += ["resample"] if options["resample"] not in (Resampling.BILINEAR, Resampling.BICUBIC) else []
+    if wrong:
+        listed = ", ".join(f"{name} {options[name]}" for name in wrong)
+        raise UserError(
+            f"The image processor prepares images in another way than training, `evaluate` and `export` do: {listed}. "
+            "`vit-scratch predict` uses it as it is; docs/guides/tools.md exports a model alone."
+        )

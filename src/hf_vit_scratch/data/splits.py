@@ -26,7 +26,7 @@ from PIL import Image
 
 from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
-from .images import decode_image, find_image_files, warn_of_others
+from .images import decode_image, find_image_files, local_path, map_images, warn_of_others
 from .options import DataArguments
 from .tables import find_columns, find_tables, load_tables
 from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
@@ -143,6 +143,12 @@ def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset
     return rows.remove_columns("label").add_column("label", labels, feature=new)
 
 
+def absolute(data: str) -> str:
+    """Return the absolute path of local data; a name as it is."""
+    path = local_path(data)
+    return data if data == "digits" or not path.exists() else str(path.resolve())
+
+
 def fingerprint(splits: DatasetDict) -> str:
     """Return what tells splits from others: their sizes, and a hash of the labels and file names in their order."""
     digest = hashlib.sha256()
@@ -179,21 +185,24 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
         if problem_type(feature) == "regression":
             allowed = "that is no finite number"
         raise UserError(
-            f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is row {wrong[0]} with "
-            f"{labels[wrong[0]]}. Correct or delete them."
+            f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is "
+            f"{paths_of(rows)[wrong[0]] or f'row {wrong[0]}'} with {labels[wrong[0]]}. Correct or delete them."
         )
 
 
 def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     """Return the images of a split that can be decoded, and name the others in the log."""
     encoded = rows.cast_column("image", datasets.Image(decode=False))
-    good, bad = [], []
-    for number, row in enumerate(encoded):
+
+    def fault_of(number: int, image: dict[str, Any]) -> str:
         try:
-            decode_image(row["image"], name=f"image {number}")
-            good.append(number)
+            decode_image(image, name=f"image {number}")
         except UserError as error:
-            bad.append(str(error).removesuffix(" Delete or replace it."))
+            return str(error).removesuffix(" Delete or replace it.")
+        return ""
+
+    faults = [*map_images(fault_of, encoded)]
+    good, bad = [number for number, fault in enumerate(faults) if not fault], [*filter(None, faults)]
     if not good:
         raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
     if bad:
@@ -206,7 +215,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
 def _load_source(args: DataArguments, labelled: bool) -> Any:
     """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
     data, streaming = args.data, args.streaming
-    path = Path(data).expanduser()
+    path = local_path(data)
     root = path if path.is_dir() else path.parent
     folders = _folders_of_splits(root) if path.exists() else {}
     tables = find_tables(path, [root, *folders.values()] if labelled else [])
@@ -217,7 +226,8 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             )
         if data == "digits":
             return load_digits()
-        source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
+        split_names = {name for names in SPLIT_NAMES.values() for name in names}
+        source = load_tables(tables, folders, args, split_names) if tables else _load_folder(path, labelled, args)
         if not args.follow_links:
             _refuse_files_outside(root, source)
         if args.corrupt_images == "raise":
@@ -321,7 +331,7 @@ def _check_class_folders(
             f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "
             "dog/2.png."
         )
-    empty = [name for name in names if name not in {name for _, name in files}]
+    empty = sorted({*names} - {name for _, name in files})
     if folder == train and empty:
         raise UserError(f"{folder}: no images in the class folders {empty}. Delete these folders, or fill them.")
     if unknown := sorted(set(_subfolders(folder)) - set(names)):
@@ -441,7 +451,7 @@ def _rows(stream: IterableDataset) -> Iterator[dict[str, Any]]:
 
 def _version(data: str) -> Any:
     """Return what changes when the data does."""
-    path = Path(data).expanduser()
+    path = local_path(data)
     if not path.exists():
         return HfApi().dataset_info(data).sha
     files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))

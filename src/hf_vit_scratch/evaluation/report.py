@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.groups import LISTING
-from ..data.images import denormalize, images_of
+from ..data.images import denormalize, images_of, local_path
 from ..data.masking import MaskedImageDataset
 from ..data.targets import label_names
 from .figures import plot_curves, plot_images, plot_numbers
@@ -25,7 +25,7 @@ from .metrics import detailed_report, problem_type_of
 from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 from .trust import Trust
 
-NUM_MISTAKES = 24  # in the figure
+NUM_MISTAKES, SHOWN_PIXELS = 24, 512  # images in the figure, and their largest side
 FEW_CLASSES = 10  # whose scores fit into the log
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,8 @@ def report_on_test_split(
 
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
-    outputs = trainer.predict(test_dataset)
+    outputs = predict_split(trainer, test_dataset)
     outputs.metrics["epoch"] = trainer.state.epoch
-    if trainer.args.eval_tta == "flip":
-        with mirrored_views(trainer.model):
-            mirrored = trainer.predict(test_dataset, metric_key_prefix="test_flip").metrics
-        if trainer.model.config.problem_type == "regression":
-            del mirrored["test_flip_loss"]  # it is that of the single view
-        outputs.metrics.update(mirrored)
     if not trainer.is_world_process_zero():
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
@@ -62,11 +56,23 @@ def report_on_test_split(
     return outputs.metrics
 
 
+def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
+    """Return what `Trainer.predict` returns, with the metrics of the mirrored views if `eval_tta` asks for them."""
+    outputs = trainer.predict(dataset)
+    if trainer.args.eval_tta == "flip":
+        with mirrored_views(trainer.model):
+            mirrored = trainer.predict(dataset, metric_key_prefix="test_flip").metrics
+        if trainer.model.config.problem_type == "regression":
+            del mirrored["test_flip_loss"]  # it is that of the single view
+        outputs.metrics.update(mirrored)
+    return outputs
+
+
 def write_report(
     outputs: PredictionOutput, rows: Dataset | None, data: str, command: str, output_dir: Path
 ) -> dict[str, Any]:
     """Write what was found on labelled rows into a folder, with the worst mistakes, and return it."""
-    on_the_hub = data != "digits" and not Path(data).expanduser().exists()
+    on_the_hub = data != "digits" and not local_path(data).exists()
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if (listing := output_dir / LISTING).is_file():
         report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
@@ -77,10 +83,11 @@ def write_report(
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
         if report["problem_type"] == "regression":
             plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / NUMBERS)
+    (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if rows is not None:
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
         draw_mistakes(outputs, rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
-    (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -145,7 +152,10 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], pa
 
     places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
     if places:
-        images = [*images_of(rows.select(places))]
+        images = []
+        for image in images_of(rows.select(places)):
+            image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))  # at once, because photographs are large
+            images.append(image)
         plot_images(images, [caption(place) for place in places], path)
 
 

@@ -24,19 +24,19 @@ from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
-from ..conversion.export import FILES, labels_and_type, refuse_other_preprocessing
+from ..conversion.export import FILES, labels_and_type
 from ..conversion.export_proof import evaluate_scores, scores_of_export
 from ..data.dataset import ImageClassificationDataset
-from ..data.images import images_of
+from ..data.images import images_of, local_path
 from ..data.options import DataArguments
-from ..data.splits import find_split, load_split, with_names
+from ..data.splits import absolute, find_split, load_split, with_names
 from ..data.targets import targets_of
 from ..errors import UserError, blame_the_files
 from ..evaluation import exported
 from ..evaluation.figures import plot_report
 from ..evaluation.metrics import compute_metrics, summarize_logits
 from ..evaluation.predict import load_classifier, refuse_other_models
-from ..evaluation.report import summary, write_report
+from ..evaluation.report import predict_split, summary, write_report
 from ..speed import hardware
 from . import steps
 from .arguments import Arguments
@@ -93,7 +93,7 @@ def open_run(
     """
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")
-    path = Path(model).expanduser()
+    path = local_path(model)
     folder = path.parent if path.is_file() else path  # of an export
     # The folders of checkpoints and exports are in that of their run.
     run = next((place for place in (folder, folder.resolve().parent) if (place / RECIPE).is_file()), None)
@@ -112,14 +112,16 @@ def load_rows(
 
     The splits of the run's own data are cut as the run cut them, so that no training image is in the test split.
     """
-    own = args.data.data
-    if data is not None and Path(data).expanduser().resolve() != Path(own).expanduser().resolve():
+    begun = Recipe() if run is None else Recipe.load(run) or Recipe()
+    own = begun.data or absolute(args.data.data)
+    if data is not None and absolute(data) != own:
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
         return data, load_split(DataArguments(**flags | {"data": data}), split)
+    args.data.data = own
     splits = steps.load_data(args)
     if run is not None and not args.data.streaming:  # the images of a stream are not known
-        steps.check_images(run, Recipe.load(run) or Recipe(), splits)
+        steps.check_images(run, begun, splits)
     return own, splits[find_split(own, split or "test", splits)]
 
 
@@ -134,7 +136,6 @@ class Opened(NamedTuple):
 def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
     classifier: Any = load_classifier(model)
     refuse_other_models(classifier.model)
-    refuse_other_preprocessing(classifier.image_processor)
     hardware.choose(args.training, recipe.settings.keys())
 
     def predict(rows: Dataset) -> PredictionOutput:
@@ -146,13 +147,13 @@ def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=summarize_logits,
         )
-        return trainer.predict(dataset)
+        return predict_split(trainer, dataset)
 
     return Opened(*labels_and_type(classifier.model.config), predict)
 
 
 def _open_export(model: str) -> Opened:
-    file = Path(model).expanduser()
+    file = local_path(model)
     with blame_the_files(f"{model} cannot be loaded"):
         facts = json.loads(file.with_name("export.json").read_text(encoding="utf-8"))
         classify = exported.load(file)

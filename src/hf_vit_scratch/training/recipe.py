@@ -38,14 +38,16 @@ class Recipe:
 
     Args:
         settings: Every value that is set instead of left at its default, by the name of its flag.
-        images: Fingerprint of the splits; empty for a stream.
-        machine: Choices for the machine, one line each. Another machine may choose otherwise.
+        data: Source of the images, as an absolute path if it is local.
+        fingerprint: That of the splits; empty for a stream.
+        machine_choices: Choices for the machine, one line each. Another machine may choose otherwise.
         left_out: Flags that the file sets for its own model, while the command line names a trained one.
     """
 
     settings: dict[str, Setting] = field(default_factory=dict)
-    images: str = ""
-    machine: list[str] = field(default_factory=list)
+    data: str = ""
+    fingerprint: str = ""
+    machine_choices: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], origin: Origin, reason: str = "") -> None:
@@ -66,7 +68,7 @@ class Recipe:
 
     def save(self, folder: Path, command: str) -> None:
         """Write the recipe for people, as YAML that starts the same run again, and its facts for a resumed run."""
-        text = f"# {command}\n" + "".join(f"# chosen: {line}\n" for line in self.machine)
+        text = f"# {command}\n" + "".join(f"# chosen: {line}\n" for line in self.machine_choices)
         for reason, group in groupby(self.settings.items(), key=lambda item: item[1].reason):
             values = {name: setting.value for name, setting in group}
             text += (f"# {reason}\n" if reason else "") + yaml.safe_dump(values, sort_keys=False)

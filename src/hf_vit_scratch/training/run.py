@@ -3,7 +3,7 @@
     vit-scratch train                                   the digits of scikit-learn, no network needed
     vit-scratch train cifar10_cpu --learning_rate 1e-3  a recipe, and a flag that overrides it
 
-Every flag is a field of a dataclass of `arguments.py` or of transformers' `TrainingArguments`.
+Every flag is a field of a dataclass of `arguments.py` or `data/options.py`, or of transformers' `TrainingArguments`.
 """
 
 import logging
@@ -23,7 +23,10 @@ from .run_directory import lock_run_directory, resolve_checkpoint, without_resum
 
 
 def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, Any]:
-    """Train as the command line says; return the metrics of the test split. `program` is what precedes the flags."""
+    """Train as the command line says; return the metrics of the test split, or what `--check` or `--data_report` find.
+
+    `program` is what precedes the flags.
+    """
     args, recipe = parse_recipe(argv, program)
     training_args = args.training
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
@@ -34,7 +37,11 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
 
 
 def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
-    """Train in a folder that no other run uses."""
+    """Train in a folder that no other run uses.
+
+    The steps share `args` and `recipe`, which they change, and files of the folder: `load_data` writes the list of
+    near duplicates and `train` the file of `Trust`, both of which the report reads; the model card reads the report.
+    """
     training_args = args.training
     steps.check_and_seed(args, recipe)
     splits = steps.load_data(args, Path(training_args.output_dir) / LISTING if training_args.should_save else None)

@@ -85,7 +85,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
         )
     chosen = {name: setting for name, setting in begun.settings.items() if setting.origin in ("images", "machine")}
     recipe.settings |= {name: setting for name, setting in chosen.items() if name not in recipe.settings}
-    recipe.images = begun.images
+    recipe.fingerprint = begun.fingerprint
     return checkpoint
 
 

@@ -24,7 +24,7 @@ from ..data.augmentation import Augmentation, training_stages
 from ..data.dataset import ImageClassificationDataset
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
-from ..data.splits import fingerprint, load_splits
+from ..data.splits import absolute, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
 from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, scarcity, targets_of
 from ..errors import UserError, blame_the_user
@@ -96,15 +96,17 @@ def make_choices(
 ) -> tuple[ViTScratchConfig, "LoadedModel | None"]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
-    The choices are set in the arguments, and added to the recipe.
+    The choices are set in the arguments, and added to the recipe. Each leaves alone what is chosen already, so the
+    order matters: those of the run that is resumed; the starting model, which has sizes; the sizes; the configuration;
+    its loss; the precision; and last the length, for which the speed is measured.
 
     Returns:
         The model's configuration, and the trained model to start from; `None` for random weights.
     """
-    training = args.training
+    training, recipe.data = args.training, absolute(args.data.data)
     set_fields(args, recipe.values("images", "machine"))  # of the run that is resumed
     if not args.data.streaming:
-        recipe.images = check_images(Path(training.output_dir), recipe, splits)
+        recipe.fingerprint = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
     if recipe.left_out:
         logger.info("Left out of the recipe, because %s decides it: %s", args.model.model, ", ".join(recipe.left_out))
@@ -114,12 +116,12 @@ def make_choices(
     config = model_config(args.model, names, None if start is None else start.model.config)
     if not is_masked(args):
         fit_to_labels(args, config, splits["train"], recipe, None if start is None else start.model.config)
-    recipe.machine = hardware.choose(training, recipe.settings.keys())
+    recipe.machine_choices = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
     if training.fit_to_images:
         auto_config.fit_length(args, config, len(splits["train"]), recipe)
-    for what, choices in (("machine", recipe.machine), ("images", recipe.choices())):
+    for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
         if choices:
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
     judged = not args.data.streaming and "image_size" not in recipe.values("images")  # which has its reason
@@ -133,11 +135,11 @@ def make_choices(
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
     """Return the fingerprint of the images of a run. If it is another than in its recipe, raise a `UserError`."""
     images = fingerprint(splits)
-    if recipe.images not in ("", images):
+    if recipe.fingerprint not in ("", images):
         raise UserError(
-            f"{run} holds a run with other images: {recipe.images}, now {images}. The splits would be cut anew, so "
-            "training images could come into the test split. Restore the images that the run began with, each under "
-            "its old name, or start a new run."
+            f"{run} holds a run with other images: {recipe.fingerprint}, now {images}. The splits would be cut anew, "
+            "so training images could come into the test split. Restore the images that the run began with, each "
+            "under its old name, or start a new run."
         )
     return images
 
@@ -186,7 +188,7 @@ def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None")
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     saved = {} if start is None or start.image_processor is None else start.image_processor.to_dict()
     # What the saved one would crop to is another size.
-    return ViTImageProcessor.from_dict(saved, size=size, do_center_crop=False, do_convert_rgb=True)
+    return ViTImageProcessor.from_dict(saved, size=size, do_resize=True, do_center_crop=False, do_convert_rgb=True)
 
 
 def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel | None") -> ViTScratchPreTrainedModel:
@@ -206,7 +208,10 @@ def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel |
 def build_trainer(
     args: Arguments, splits: DatasetDict, model: ViTScratchPreTrainedModel, image_processor: ViTImageProcessor
 ) -> tuple[ViTTrainer, ImageClassificationDataset]:
-    """Build the trainer and the test split, and whiten the patch embedding if that is asked for."""
+    """Build the trainer and the test split, and whiten the patch embedding if that is asked for.
+
+    Label smoothing moves from the arguments into the training split, so call this once.
+    """
     _, data_args, augmentation, mixing, training = args
     config, seed, masked = model.config, training.seed, is_masked(args)
     stages, stage = training_stages(config.image_height_width, **vars(augmentation))
@@ -297,7 +302,7 @@ def advise_on_memory(training: ViTTrainingArguments) -> Iterator[None]:
 
 
 def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command: str) -> None:
-    """Save the recipe with the command that repeats the run, train, and save the model.
+    """Save the recipe with the command that repeats the run, train, save the model, and calibrate it.
 
     If SIGTERM or Ctrl-C stopped the training, the process ends.
     """
