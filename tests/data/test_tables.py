@@ -97,6 +97,30 @@ def test_class_called_none_stays_a_class(folder):
     assert load_splits(str(table))["train"].features["label"].names == ["NA", "None"]
 
 
+def test_names_that_begin_with_zeros_stay_names(folder):
+    table = write_table(folder / "labels.csv", label=["007" if name[:3] == "cat" else "12" for name in NAMES])
+
+    assert load_splits(str(table))["train"].features["label"].names == ["007", "12"]
+
+
+def test_semicolons_may_separate_the_columns(folder):
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
+    table.write_text(table.read_text().replace(",", ";"))
+
+    assert load_splits(str(table))["train"].features["label"].names == ["cat", "dog"]
+
+
+def test_column_of_splits_decides(folder):
+    splits = ["train", "val", "test", "train"] * 5
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES], split=splits)
+
+    loaded = load_splits(str(table), near_duplicates="ignore")
+
+    shades = {name: sorted(image.getpixel((0, 0)) // 10 for image in rows["image"]) for name, rows in loaded.items()}
+    expected = {"train": "train", "validation": "val", "test": "test"}
+    assert shades == {name: [n for n, split in enumerate(splits) if split == own] for name, own in expected.items()}
+
+
 def test_missing_files_are_skipped_where_asked(folder):
     table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
     (folder / NAMES[3]).unlink()
@@ -289,11 +313,11 @@ def test_class_that_no_training_image_has_is_refused(tmp_path):
 
 @pytest.mark.parametrize("labels", [[0.5, None] * 10, [["a"], None] * 10], ids=["numbers", "lists"])
 def test_rows_without_a_label_are_refused(folder, labels):
-    refused(folder, r"10 rows of train have a label .*; the first is row 1", suffix=".jsonl", label=labels)
+    refused(folder, r"10 rows of train have a label .*; the first is .*\.png with ", suffix=".jsonl", label=labels)
 
 
 def test_number_that_is_not_finite_is_named(folder):
-    refused(folder, r"1 rows of train have a label that is no finite number; the first is row 4", label=[
+    refused(folder, r"1 rows of train have a label that is no finite number; the first is .*\.png with ", label=[
         "inf" if number == 4 else f"{number}.5" for number in range(20)
     ])  # fmt: skip
 

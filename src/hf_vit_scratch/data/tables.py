@@ -2,11 +2,12 @@
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -19,9 +20,17 @@ from .options import DataArguments
 
 
 def _read_csv(file: Path) -> Dataset:
-    """Read a CSV file. A class may be called None: only blanks are missing, and leave whole numbers whole."""
-    options = {"keep_default_na": False, "na_values": [""], "low_memory": False}
-    return Dataset.from_pandas(pd.read_csv(file, dtype_backend="numpy_nullable", **options))
+    """Read a CSV file. A class may be called None or 007: only blanks are missing, and leave whole numbers whole."""
+    with file.open(encoding="utf-8-sig") as lines:
+        header = lines.readline()
+    options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False}
+    options["sep"] = ";" if ";" in header and "," not in header else ","  # as some spreadsheets write it
+    table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
+    text = pd.read_csv(file, dtype=str, **options)
+    for name in table.select_dtypes("number"):
+        if text[name].str.match(r"-?0\d").any():
+            table[name] = text[name]
+    return Dataset.from_pandas(table)
 
 
 READERS: dict[str, Callable[[Path], Dataset]] = {
@@ -47,10 +56,12 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     return []
 
 
-def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments) -> DatasetDict:
+def load_tables(
+    tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments, split_names: Set[str] = frozenset()
+) -> DatasetDict:
     """Load tables whose paths are relative to their own folders, as rows in the order of the paths.
 
-    A row belongs to the split whose folder holds its image, else to train.
+    A row belongs to the split that its column `split` names, or whose folder holds its image, else to train.
 
     Raises:
         UserError: A table cannot be read, it has no paths, or an image has two rows.
@@ -73,6 +84,9 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
         places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
+        if "split" in rows.column_names and {*rows["split"]} <= split_names:
+            found = rows["split"][:]
+            rows = rows.remove_columns("split")
         for split in sorted({*found}):
             if split in splits:
                 raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
