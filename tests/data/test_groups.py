@@ -227,6 +227,18 @@ def test_expression_may_name_groups_by_alternatives(tmp_path):
     assert sum(map(len, splits.values())) == 60
 
 
+def test_class_without_a_test_image_is_named(tmp_path, caplog):
+    names = [f"{name}/{name}{place}/{number}.png" for name in "ab" for place in range(8) for number in range(2)]
+    names += [f"c/c0/{number}.png" for number in range(8)]
+    save(tmp_path, pictures_of(len(names)), names)
+
+    with caplog.at_level("INFO"):
+        load_splits(str(tmp_path), group_by="1")
+
+    assert "test has no image of 1 classes, such as 'c'" in caplog.text
+    assert "4 of 40 images (10%) cut for test" in caplog.text
+
+
 def test_one_group_cannot_be_cut(class_folders):
     with pytest.raises(UserError, match=r"none of the 1 groups of images is small enough to be cut"):
         load_splits(str(class_folders), group_by="photos")

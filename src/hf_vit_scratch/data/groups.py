@@ -165,8 +165,17 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
-            share = f"{len(splits[name])} of {len(rows)} images ({100 * fraction:g}%)"
-            logger.info("%s: %s cut for %s", args.data, share, name)
+            number = len(splits[name])
+            logger.info(
+                "%s: %d of %d images (%.0f%%) cut for %s", args.data, number, len(rows), 100 * number / len(rows), name
+            )
+            without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
+            if without.size:
+                names = ", ".join(repr(label_names(rows.features["label"])[number]) for number in without[:3])
+                logger.warning(
+                    "%s: %s has no image of %d classes, such as %s: their groups or near duplicates are too large.",
+                    args.data, name, without.size, names,
+                )  # fmt: skip
 
 
 def _strata(rows: Dataset) -> NDArray[Any]:
