@@ -253,7 +253,9 @@ def test_time_is_measured_for_the_model_as_it_is_and_optimized():
     ],
 )
 def test_other_preprocessing_is_refused(options, message, tmp_path):
-    with pytest.raises(UserError, match=f"prepares images in another way than `evaluate` and `export` can: {message}"):
+    with pytest.raises(
+        UserError, match=f"prepares images in another way than training, `evaluate` and `export` do: {message}"
+    ):
         export(classifier(processor(**options)), tmp_path, "pt2")
 
 

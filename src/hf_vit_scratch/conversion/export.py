@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers import ImageClassificationPipeline
 
+from ..data.images import refuse_other_preprocessing
 from ..data.targets import ProblemType
 from ..errors import UserError
 
@@ -128,20 +129,6 @@ def labels_and_type(config: Any) -> tuple[list[str], ProblemType]:
     """Return the names of a model's classes or numbers, in order, and its problem type."""
     names = [config.id2label[number] for number in range(config.num_labels)]
     return names, config.problem_type or "single_label_classification"
-
-
-def refuse_other_preprocessing(image_processor: Any) -> None:
-    """Refuse an image processor that does more than resize, by bilinear or bicubic interpolation, and normalize."""
-    options = image_processor.to_dict()
-    wrong = [name for name in ("do_center_crop", "do_pad") if options.get(name)]
-    wrong += ["size"] if {*options["size"]} != {"height", "width"} or not options["do_resize"] else []
-    wrong += ["resample"] if options["resample"] not in (Resampling.BILINEAR, Resampling.BICUBIC) else []
-    if wrong:
-        listed = ", ".join(f"{name} {options[name]}" for name in wrong)
-        raise UserError(
-            f"The image processor prepares images in another way than `evaluate` and `export` can: {listed}. "
-            "`vit-scratch predict` uses it as it is; docs/guides/tools.md exports a model alone."
-        )
 
 
 def _write_onnx(program: Any, path: Path, calibration: Sequence[NDArray[Any]]) -> None:

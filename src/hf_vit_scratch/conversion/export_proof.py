@@ -2,10 +2,11 @@
 
 import copy
 import io
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from .export import labels_and_type
 Classify = Callable[[NDArray[Any]], NDArray[Any]]  # images, uint8 (B, height, width, 3) -> scores (B, L)
 
 BATCH = 32
+MOST_PIXELS = 2 * 10**7  # of a batch, which the exported model computes in float32
 LARGEST_DIFFERENCE = 1e-3  # of scores, in float32
 MOST_CHANGED = 0.001  # of the answers, in float32
 MOST_LOST = 0.005  # of the metric, by 8-bit integers
@@ -62,9 +64,14 @@ def scores_of_export(classify: Classify, images: Iterable[Image.Image]) -> NDArr
 
 
 def batched(images: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield batches of images."""
-    iterator = iter(images)
-    while batch := list(islice(iterator, BATCH)):
+    """Yield batches of images, smaller ones if the images are large."""
+    batch: list[Any] = []
+    for image in images:
+        batch.append(image)
+        if len(batch) == BATCH or sum(math.prod(image.size) for image in batch) > MOST_PIXELS:
+            yield batch
+            batch = []
+    if batch:
         yield batch
 
 
@@ -78,7 +85,7 @@ def evaluate_scores(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[Any, di
     summaries: Any = summarize_logits(torch.from_numpy(logits), torch.from_numpy(labels))
     summaries = tuple(map(np.asarray, summaries)) if isinstance(summaries, tuple) else np.asarray(summaries)
     metrics = compute_metrics(EvalPrediction(summaries, labels))
-    return summaries, {name.removeprefix("exact_"): value for name, value in metrics.items()}
+    return summaries, metrics
 
 
 def compare(theirs: NDArray[Any], ours: NDArray[Any], kind: ProblemType, scale: Any) -> dict[str, Any]:

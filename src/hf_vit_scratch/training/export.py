@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from numpy.typing import NDArray
+from PIL import Image
 
 from ..conversion.export import FILES, PACKAGES, export, labels_and_type, refuse_missing_packages
 from ..conversion.export_proof import BATCH, milliseconds, prove
-from ..data.images import images_of
+from ..data.images import images_of, local_path
 from ..data.splits import with_names
 from ..data.targets import targets_of
 from ..errors import UserError
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MOST_IMAGES = 10_000  # of the proof
 CALIBRATION_IMAGES = 256
+LARGEST_SIDE = 512  # of the images of calibration and measurement, in pixels
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--int8", action="store_true", help="compute in 8-bit integers, chosen by validation images")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
     given, flags = parser.parse_known_args(argv)
-    folder = given.output_dir or Path(given.run).expanduser() / (given.format + "-int8" * given.int8)
+    folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
     args, recipe, run = open_run(given.run, given.data, flags, folder)
     if given.int8 and given.format == "pt2":
         raise UserError("--int8 is for --format onnx and openvino.")
@@ -67,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     rows, calibration = sample(given.data, given.split, MOST_IMAGES), []
     if given.int8:
         data, split = (given.data, given.split) if run is None else (None, "validation")
-        calibration = [np.array(image)[None] for image in images_of(sample(data, split, CALIBRATION_IMAGES))]
+        calibration = [reduced(image)[None] for image in images_of(sample(data, split, CALIBRATION_IMAGES))]
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)  # the libraries tell of each step
     try:
@@ -76,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
         logging.disable(logging.NOTSET)
     classify = exported.load(path)
     proof = prove(classifier, classify, images_of(rows), targets_of(rows), given.int8)
-    image = np.array(next(images_of(rows)))
+    image = reduced(next(images_of(rows)))
     runtime = PACKAGES[given.format][-1]
     facts = {
         "model": path.name,
@@ -99,6 +102,12 @@ def main(argv: Sequence[str]) -> None:
     )
     if facts["faults"]:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
+
+
+def reduced(image: Image.Image) -> NDArray[np.uint8]:
+    """Return an image as an array (height, width, 3), reduced to a side that a batch in memory can have."""
+    image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    return np.array(image)
 
 
 def summary(facts: dict[str, Any]) -> str:
