@@ -119,9 +119,10 @@ def test_what_is_set_is_not_chosen():
     chosen, lines = fitted([(500, 400)] * 50, *flags)
 
     assert (chosen["image_size"], chosen["random_resized_crop_scale"]) == ([48, 96], 0.9)
-    assert (chosen["hidden_size"], chosen["num_hidden_layers"]) == (64, None)
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    assert [chosen[name] for name in sizes] == [64, 4, 1, 256]  # what is left open fits to what is set
     assert 48 * 96 / chosen["patch_size"][0] ** 2 <= 64
-    assert not any(name in line for line in lines for name in ("hidden_size", "crop_scale"))
+    assert not any(name in line for line in lines for name in ("hidden_size 64", "crop_scale"))
     assert not any(line.startswith("image_size") for line in lines)
 
 
@@ -239,7 +240,7 @@ def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_ar
     assert (recipe["patch_size"], recipe["max_steps"]) == ([8], 2)
 
     # A resumed run makes the choices of the run that it goes on with, whatever the machine says now.
-    monkeypatch.setattr(auto_config, "CPU_MODEL", {"hidden_size": 64})
+    monkeypatch.setattr(auto_config, "CPU_MODEL", (64, 2))
     monkeypatch.setattr(auto_config, "measure_speed", lambda *_: 1e9)
     train.main([*argv, "--resume_from_checkpoint", "true"])
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()) == recipe

@@ -16,6 +16,7 @@ import vit_scratch
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation.trust import FILE, Trust, fit_temperature
+from hf_vit_scratch.training import calibration
 
 SHORT = ["--max_steps", "60", "--learning_rate", "4e-3", "--eval_strategy", "no", "--save_steps", "60"]
 
@@ -111,6 +112,19 @@ def test_model_is_saved_before_anything_can_fail(tmp_path, monkeypatch):
 def test_stock_pipeline_answers_a_class(run):
     classify = pipeline("image-classification", model=str(run))
     assert classify(Image.new("L", (8, 8), 255))[0]["label"] in [str(digit) for digit in range(10)]
+
+
+def test_every_class_has_its_mean_however_few_images_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "MOST_IMAGES", 10)
+    classes, fit = [], Trust.fit
+    monkeypatch.setattr(
+        Trust, "fit", lambda vectors, labels, *args: classes.extend(labels) or fit(vectors, labels, *args)
+    )
+
+    train.main([*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no",
+                "--load_best_model_at_end", "false", "--output_dir", str(tmp_path)])  # fmt: skip
+
+    assert sorted(classes) == list(range(10))
 
 
 def test_it_can_be_turned_off(tmp_path):

@@ -34,9 +34,8 @@ SAMPLE_SIZE = 500  # images whose modes and sizes are read
 FAR_LARGER = 4  # times the model's image, from which on an image loses what is small in it
 SECONDS = 1.0  # for each measurement of speed
 IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
-CPU_MODEL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 512}
-SMALL_MODEL = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768}
-LARGE_MODEL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+CPU_MODEL, SMALL_MODEL, LARGE_MODEL = (128, 4), (192, 6), (384, 12)  # width and number of layers
+HEAD_SIZE = 64
 TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentation, evaluation and checkpoints
 MINUTES_TO_COMPILE = 10  # from which on compiling pays for itself on a CPU
 FEWEST_PASSES, MOST_PASSES = 30, 600
@@ -78,8 +77,17 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
     if "model" not in recipe.settings:  # it has sizes of its own
         choose(f"at most {tokens} tokens", patch_size=[patch_size])
-        sizes = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
-        choose("a CPU" if on_cpu else f"{number} images", **sizes)
+        width, layers = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
+        reason = "a CPU" if on_cpu else f"{number} images"
+        choose(reason, hidden_size=width)
+        width = model.hidden_size or width
+        heads = [heads for heads in range(1, max(1, width // HEAD_SIZE) + 1) if width % heads == 0]
+        for size in (
+            {"num_hidden_layers": layers},
+            {"num_attention_heads": heads[-1]},
+            {"intermediate_size": 4 * width},
+        ):
+            choose(reason, **size)
         patch = ((model.patch_size or [1]) * 2)[:2]
         first = [max(length * 3 // 4 // side, 1) * side for length, side in zip(pixels, patch, strict=True)]
         choose("smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6)
@@ -123,7 +131,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     choose(seen, auto_augment="trivialaugment" if changes else "none")
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
-        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixup_prob=0.8 if changes else 0.5)
+        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha)
+        choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -27,7 +28,9 @@ def calibrate(trainer: ViTTrainer) -> None:
         return
     if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
-    rows = np.random.default_rng(seed).permutation(len(train))[:MOST_IMAGES]
+    rows = np.random.default_rng(seed).permutation(len(train))
+    visits = pd.Series(train.labels.numpy()[rows]).groupby(train.labels.numpy()[rows]).cumcount()
+    rows = rows[np.argsort(visits, kind="stable")][:MOST_IMAGES]  # one of each class, another one of each, and so on
     sample = ImageClassificationDataset(train.rows.select(np.sort(rows)), train.image_processor)
     vectors, _, classes = _outputs(trainer, sample)
     trust = Trust.fit(vectors, classes, _outputs(trainer, trainer.eval_dataset), trainer.args.target_accuracy)
