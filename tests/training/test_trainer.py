@@ -549,6 +549,44 @@ def test_dropping_the_last_batch_drops_no_image_of_an_evaluation(kept, tmp_path,
     assert trainer.args.dataloader_drop_last
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept in memory", "decoded for each batch"])
+def test_ones_own_collator_gets_each_batch(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageClassificationDataset, "keep_decoded", lambda *args: kept)
+    trainer, batches = make_trainer(tmp_path, mixed=True, max_steps=2), []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda batch: batches.append(batch) or collate(batch)
+
+    trainer.train()
+
+    assert len(batches) >= 2
+    assert batches[0]["pixel_values"].shape == (8, 3, 16, 24)
+
+
+def test_loss_chooses_the_best_model_where_there_are_no_metrics(tmp_path):
+    other = make_trainer(tmp_path, eval_strategy="steps", eval_steps=3)
+    images = RandomImages()
+    trainer = ViTTrainer(model=other.model, args=other.args, train_dataset=images, eval_dataset=images)
+
+    trainer.train()
+
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert trainer.state.best_metric == min(losses)
+
+
+def test_clock_starts_when_the_images_are_decoded(tmp_path, monkeypatch):
+    trainer, calls = make_trainer(tmp_path, mixed=True, max_steps=1), []
+    trainer.eval_dataset = trainer.train_dataset
+    keep, start = ImageClassificationDataset.keep_decoded, trainer.clock.start
+    monkeypatch.setattr(
+        ImageClassificationDataset, "keep_decoded", lambda *args: calls.append("decoded") or keep(*args)
+    )
+    monkeypatch.setattr(trainer.clock, "start", lambda: calls.append("started") or start())
+
+    trainer.train()
+
+    assert calls[:3] == ["decoded", "decoded", "started"]
+
+
 def test_subset_of_the_training_images_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, mixed=True, max_steps=1)
     trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(16))

@@ -110,9 +110,9 @@ class ViTTrainer(Trainer):
     stages of `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
 
     Args:
-        args: As for the stock Trainer, like `kwargs`. Its option `args` must be `ViTTrainingArguments`.
+        args, kwargs: Arguments of the stock Trainer. Its `args` must be `ViTTrainingArguments`. Its `data_collator`
+            gets a whole batch of `ImageClassificationDataset`, not rows.
         stage: Function from the share of training that is done, 0 to 1, to the index of the training stage.
-        kwargs: Options of the stock Trainer.
     """
 
     args: ViTTrainingArguments
@@ -127,6 +127,11 @@ class ViTTrainer(Trainer):
         if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
             kwargs["data_collator"] = collate
         super().__init__(*args, **kwargs)
+        if (
+            self.compute_metrics is None
+            and self.args.metric_for_best_model == ViTTrainingArguments.metric_for_best_model
+        ):
+            self.args.metric_for_best_model, self.args.greater_is_better = "loss", False  # there is no other
         if self.args.ema_decay is not None and self.is_fsdp_enabled:
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
         self.stage = stage
@@ -166,6 +171,9 @@ class ViTTrainer(Trainer):
         self.has_started = self.stopped = False
         self.graceful_stop.signal = 0
         self.ema, self._unfinished_checkpoint = None, None
+        for dataset in (self.train_dataset, self.eval_dataset):
+            if isinstance(dataset, ImageClassificationDataset):
+                dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
         if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
@@ -247,14 +255,16 @@ class ViTTrainer(Trainer):
             # A stream makes batches for this process alone; accelerate would split them among the processes.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-            return DataLoader(dataset, batch_size=None, collate_fn=collate, **options)
+            return DataLoader(dataset, batch_size=None, collate_fn=self.data_collator, **options)
         drop_last = self.args.dataloader_drop_last
         self.args.dataloader_drop_last = drop_last and is_training  # the stock Trainer drops test images as well
         try:
             if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
                 # Worker processes would have nothing to do, and what is on the device cannot be pinned.
                 options = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": drop_last and is_training}
-                return self.accelerator.prepare(DataLoader(dataset, batch_size, collate_fn=collate, **options))
+                return self.accelerator.prepare(
+                    DataLoader(dataset, batch_size, collate_fn=self.data_collator, **options)
+                )
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs)
         finally:
             self.args.dataloader_drop_last = drop_last
@@ -346,19 +356,22 @@ class ViTTrainer(Trainer):
         self._images, self._logged_time = 0, time.perf_counter()
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the averaged weights if there are any; every image counts once in the loss."""
+        """Evaluate the averaged weights if there are any."""
         self.wait_for_push_before_forking()
         of_training, self.batch_transform = self.batch_transform, _batch_transform_of(dataloader.dataset)
         try:
             with self._averaged(), self._uncompiled_if(True):
                 # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
-                # The loss of `compute_metrics` takes its place.
+                # The loss of `compute_metrics` takes its place; numbers, masked images and others' metrics have none.
                 return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.batch_transform = of_training
             self.restart_throughput()
 
-    # Checkpoints
+    # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. `save_model` opens one,
+    # recognised by its name, and the stock Trainer writes the rest. `finish_checkpoint` writes the checksums and
+    # deletes old ones: at `on_save`, or before a push, which comes first. One that is open when training ends by an
+    # exception was never complete.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
