@@ -576,6 +576,48 @@ def test_pixels_are_those_of_any_image_processor(rescale, normalize, photographs
     torch.testing.assert_close(batch["pixel_values"], expected.float(), rtol=1e-6, atol=1e-6)
 
 
+def test_plain_index_gives_an_image_as_in_evaluation(image_processor, photographs):
+    dataset = make_dataset(image_processor, photographs, Augmentation((16, 24), horizontal_flip_prob=1.0))
+    plain = make_dataset(image_processor, photographs)
+
+    assert torch.equal(inputs(dataset, 4)["pixel_values"], inputs(plain, 4)["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_center_crop": True, "crop_size": 16}, "than training, .* do: do_center_crop True"),
+        ({"do_resize": False}, "than training, .* do: size "),
+        ({"size": {"shortest_edge": 16}}, "than training, .* do: size "),
+    ],
+)
+def test_image_processor_that_does_more_than_resize_is_refused(options, message, photographs):
+    with pytest.raises(UserError, match=message):
+        make_dataset(ViTImageProcessor(**{"size": {"height": 16, "width": 24}} | options), photographs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.rename_column("image", "img"), "there is no image"),
+        (lambda rows: rows.cast_column("label", Value("float32")), r"must hold ClassLabel.*got Value\('float32'\)"),
+        (lambda rows: rows.cast_column("label", Value("int64")), r"rows\.class_encode_column\('label'\)"),
+    ],
+)
+def test_rows_of_ones_own_that_cannot_be_read_are_refused(change, message, image_processor, photographs):
+    rows = make_dataset(image_processor, photographs).rows
+
+    with pytest.raises(UserError, match=message):
+        ImageClassificationDataset(change(rows), image_processor)
+
+
+def test_mixing_without_stages_is_refused(image_processor, photographs):
+    rows = make_dataset(image_processor, photographs).rows
+
+    with pytest.raises(UserError, match="mixing needs the stages of training"):
+        ImageClassificationDataset(rows, image_processor, mixing=Mixup(2, mixup_alpha=1.0))
+
+
 def test_training_images_are_normalised_like_evaluation_images(image_processor, photographs, kept):
     plain = make_dataset(image_processor, photographs, Augmentation((16, 24)), kept=kept)  # nothing random
 
@@ -590,15 +632,16 @@ def augmented(image_processor, photographs, kept):
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(augmented):
-    alone = inputs(augmented(), 5)["pixel_values"][0]
+    first = [Sample(0, 0, row) for row in range(8)]
+    alone = inputs(augmented(), first[5])["pixel_values"][0]
 
     torch.rand(3)  # another state of the global generator
     dataset = augmented()
-    inputs(dataset, 0, 1)
-    assert torch.equal(inputs(dataset, 2, 5, 7)["pixel_values"][1], alone)
-    assert not torch.equal(inputs(augmented(seed=1), 5)["pixel_values"][0], alone)
+    inputs(dataset, first[0], first[1])
+    assert torch.equal(inputs(dataset, first[2], first[5], first[7])["pixel_values"][1], alone)
+    assert not torch.equal(inputs(augmented(seed=1), first[5])["pixel_values"][0], alone)
     assert not torch.equal(inputs(dataset, Sample(1, 0, 5))["pixel_values"][0], alone)
-    assert torch.equal(inputs(dataset, Sample(0, 0, 5))["pixel_values"][0], alone)
+    assert torch.equal(inputs(dataset, first[5])["pixel_values"][0], alone)
 
 
 def test_crops_depend_on_the_epoch_and_not_on_other_changes(image_processor):
@@ -923,6 +966,9 @@ def test_images_are_cached_in_a_file_until_they_change(image_processor, photogra
     photographs[0].resize((900, 800)).save(tmp_path / "1.jpg")
     assert not torch.equal(cached(), first)
     assert len(decoded) == 4
+    image_processor.resample = Image.Resampling.BICUBIC
+    cached()
+    assert len(decoded) == 6
 
 
 def test_missing_image_is_named_when_a_cache_is_filled(image_processor, photographs, monkeypatch):

@@ -238,6 +238,25 @@ def test_images_are_looked_for_before_the_model(tree, capsys):
 # Output
 
 
+def test_class_called_error_is_no_error(saved, mixed_images, tmp_path):
+    model = saved(id2label={0: "ok", 1: "error"})
+
+    assert run(model, mixed_images, "--output", tmp_path / "table.csv") == 0
+
+    with (tmp_path / "table.csv").open() as file:
+        assert {row["error"] for row in csv.DictReader(file)} == {""}
+
+
+def test_file_whose_name_begins_like_a_home_folder_is_found(saved, mixed_images, capsys, monkeypatch):
+    (mixed_images / "0.tiff").rename(mixed_images / "~nobody.tiff")
+    model = saved()
+    monkeypatch.chdir(mixed_images)
+
+    code, (result,), _ = results_of(capsys, model, "~nobody.tiff")
+
+    assert (code, result["image"]) == (0, "~nobody.tiff")
+
+
 def test_table_has_one_row_per_image_and_a_column_of_errors(saved, mixed_images, tmp_path, capsys):
     break_image(mixed_images / "3.tiff", "text")
     model, table = saved(), tmp_path / "new" / "table.csv"

@@ -53,16 +53,16 @@ def keep_in_memory(shape: Shape, decode_into: Callable[[Tensor], None], device: 
     return ImageCache(shape, images)
 
 
-def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Dataset) -> ImageCache:
+def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Dataset, resample: Any) -> ImageCache:
     """Let a function decode all images into a file, unless an earlier run did.
 
-    The file is in the cache of `datasets`. Its name follows from the shape and the encoded images of the rows, or
-    from the paths, sizes and times of their files.
+    The file is in the cache of `datasets`. Its name follows from the shape, the filter of resizing, and the encoded
+    images of the rows, or the paths, sizes and times of their files.
 
     Raises:
         UserError: The disk has not enough space.
     """
-    digest = hashlib.sha256(repr(shape).encode())
+    digest = hashlib.sha256(repr((shape, resample)).encode())
     for start in range(0, len(rows), BLOCK):
         for row in rows.select_columns("image")[start : start + BLOCK]["image"]:
             digest.update(_identity(row))

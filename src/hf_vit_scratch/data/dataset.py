@@ -22,10 +22,11 @@ from torchvision.transforms.v2 import functional as TF
 from transformers import ViTImageProcessor, default_data_collator
 from transformers.image_utils import SizeDict
 
+from ..errors import UserError
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
 from .cache import ImageCache, keep_in_file, keep_in_memory
-from .images import BLOCK, decode_image, map_images, size_and_mode
+from .images import BLOCK, decode_image, map_images, refuse_other_preprocessing, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
 from .targets import targets_of
@@ -53,12 +54,20 @@ class BatchTransform:
         stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
         mixing: Makes the targets of training. In stages without augmentation it smooths them only.
         seed: Seed of augmentation and mixing.
+
+    Raises:
+        UserError: The image processor does something else, such as cropping; or there is mixing without stages.
     """
 
     image_processor: ViTImageProcessor
     stages: Sequence[Augmentation | None] = ()
     mixing: Mixup | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_other_preprocessing(self.image_processor)
+        if self.mixing is not None and not self.stages:
+            raise UserError("mixing needs the stages of training: those of training_stages, for example.")
 
     @property
     def is_random(self) -> bool:
@@ -142,7 +151,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the process.
 
     Args:
-        rows: A split of `load_splits`.
+        rows: A split of `load_splits`, or other rows with a column `image` and a column `label` as in `targets.py`.
         image_processor: As in `BatchTransform`. It is saved with the model, so that a pipeline sees what the model was
             evaluated on.
         options: Other arguments of `BatchTransform`; for evaluation, none.
@@ -157,6 +166,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         cache_images: bool = False,
         **named_options: Any,
     ):
+        if missing := {"image", "label"} - {*rows.column_names}:
+            raise UserError(f"rows must have the columns image and label, but there is no {' and no '.join(missing)}.")
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
         self.batch_transform = BatchTransform(image_processor, *options, **named_options)
         self.image_processor = image_processor
@@ -182,10 +193,10 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return own or (height, width)
 
     def keep_decoded(self, device: torch.device) -> bool:
-        """Decode all images once and keep them; return whether they are in memory, on the device if they fit there.
+        """Decode all images once and keep them, if they fit; return whether they are in memory.
 
-        That is where they take up at most `DECODED_BYTES_KEPT`. More are kept in a file, if `cache_images` is set. An
-        image that cannot be decoded is a `UserError`.
+        They fit if they take up at most `DECODED_BYTES_KEPT`, and are on the device of the first call. More are kept
+        in a file, if `cache_images` is set. An image that cannot be decoded is a `UserError`.
         """
         if self._is_in_memory is None:
             height, width = self._kept_size()
@@ -197,7 +208,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                 self._cache = keep_in_memory(shape, self._decode_into, device)
                 place = f"kept on {cast(Tensor, self._cache.images).device}, so that worker processes are not needed"
             elif self.cache_images:
-                self._cache = keep_in_file(shape, self._decode_into, self.rows)
+                self._cache = keep_in_file(shape, self._decode_into, self.rows, self.image_processor.resample)
                 place = f"kept in {self._cache.images}"
             if self.batch_transform.is_random:  # one line for the training images is enough
                 megabytes = math.prod(shape) / 1e6
@@ -216,14 +227,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             pass
 
     def __getitem__(self, key: int | Sample) -> dict[str, Any]:
-        """Return a batch of one image."""
+        """Return a batch of one image: as in evaluation, or as a `Sample` of `EpochSampler` says."""
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
         """Return a whole batch, for which the data loader asks if it can."""
         if get_worker_info() is not None:
             set_up_worker_process()
-        samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=0, row=key) for key in keys]
+        samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=None, row=key) for key in keys]
         indices = [sample.row for sample in samples]
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.stages else None  # the sampler mixes no stages in a batch

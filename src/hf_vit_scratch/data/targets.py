@@ -43,9 +43,18 @@ def describe(feature: Any) -> str:
 
 
 def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
-    """Return labels as the targets of a model; see the top of this module."""
+    """Return labels as the targets of a model; see the top of this module.
+
+    Raises:
+        UserError: The labels are of no such type.
+    """
     if isinstance(feature, dict):
         return np.array([[label[name] for name in feature] for label in labels], np.float32).reshape(-1, len(feature))
+    if not isinstance(getattr(feature, "feature", feature), ClassLabel):
+        raise UserError(
+            f"the column label must hold ClassLabel, lists of it, or named numbers, got {feature}. For classes: "
+            "rows.class_encode_column('label'); for a number: rows.map(lambda row: {'label': {'age': row['label']}})."
+        )
     if not hasattr(feature, "feature"):
         return np.array(labels, np.int64)
     targets = np.zeros((len(labels), len(feature.feature.names)), np.int8)

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ImageClassificationPipeline, pipeline
 from transformers.utils import logging as transformers_logging
 
-from ..data.images import SUFFIXES, decode_image, find_image_files, warn_of_others
+from ..data.images import SUFFIXES, decode_image, find_image_files, local_path, warn_of_others
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.optimize import example_batch_for, optimize
@@ -82,7 +82,7 @@ def find_images(names: Sequence[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for name in names:
-        path = Path(name).expanduser()
+        path = local_path(name)
         files = [path]
         if path.is_dir():
             files, others = find_image_files(path)
@@ -109,7 +109,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     Raises:
         UserError: The device or the model does not exist, or it is not of this kind, with an image processor.
     """
-    folder = Path(model).expanduser()
+    folder = local_path(model)
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
@@ -189,11 +189,12 @@ def forward(
         hook.remove()
 
 
-def _table_row(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of `predict` as a row of the table, by names and by ranks."""
-    row = {prediction["label"]: prediction["score"] for prediction in result.get("predictions", ())}
+def _table_row(result: dict[str, Any], columns: list[str]) -> dict[str, Any]:
+    """Return a result of `predict` as a row of the table, by ranks, and by the names that have columns."""
+    predictions = result.get("predictions", ())
+    row = {prediction["label"]: prediction["score"] for prediction in predictions if prediction["label"] in columns}
     row |= {name: value for name, value in result.items() if name != "predictions"}
-    for rank, prediction in enumerate(result.get("predictions", ()), 1):
+    for rank, prediction in enumerate(predictions, 1):
         row |= {f"{name}_{rank}": value for name, value in prediction.items()}
     return row
 
@@ -267,7 +268,7 @@ def main(argv: list[str]) -> int:
             exit_code |= "error" in result
             if "answer" in result:
                 answers[result["answer"]] += 1
-            table.writerow(_table_row(result)) if is_table else print(json.dumps(result), file=file)
+            table.writerow(_table_row(result, columns)) if is_table else print(json.dumps(result), file=file)
             file.flush()
     if args.output is not None:
         listed = "".join(f", {number} {answer}" for answer, number in answers.most_common(10))
