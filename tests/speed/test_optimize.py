@@ -241,6 +241,11 @@ def test_copies_are_fast_with_their_own_weights():
         torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_model_of_another_library_is_refused():
+    with pytest.raises(ValueError, match="optimize is for models of this package, got Linear"):
+        optimize(torch.nn.Linear(2, 2), PIXELS)
+
+
 def test_fast_model_can_be_pickled():
     model = build().eval()
     optimize(model, PIXELS, choice="sdpa+packed")

@@ -79,8 +79,9 @@ def optimize(
     repeats the choice of an earlier call of this process with the same sizes. Elsewhere it changes nothing.
     Parameters, their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
 
-    For inference, weights are packed. In-place changes through `weight.data` of the same storage, such as merging an
-    adapter, leave no trace: call `undo()` first.
+    For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
+    without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
+    merging an adapter, leave no trace: call `undo()` first.
 
     Args:
         model: A model of this package, also one that was loaded with remote code.
@@ -92,8 +93,10 @@ def optimize(
         images: Number of images that the model will see. A short run is not worth a measurement.
 
     Raises:
-        ValueError: There is no such choice.
+        ValueError: There is no such choice, or the model is none of this package.
     """
+    if not _layers(model):
+        raise ValueError(f"optimize is for models of this package, got {type(model).__name__}.")
     attention, ratios = cast(str, model.config._attn_implementation), dict[str, float]()
     start = time.perf_counter()
     _apply(model, attention)
