@@ -15,8 +15,9 @@
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{a}}\right) V$$
 #
-# Here, $a$ is the width of the queries and keys. A dot product of $a$ random numbers grows like $\sqrt{a}$. Step 1
-# showed what large scores do. Dividing by $\sqrt{a}$ keeps the shares from being all or nothing at the start.
+# Here, $a$ is the width of the queries and keys. Two vectors of $a$ random numbers have a dot product of about
+# $\sqrt{a}$. Step 1 showed what large scores do. Dividing by $\sqrt{a}$ keeps the shares from being all or nothing at
+# the start.
 
 # %%
 import math

@@ -101,6 +101,7 @@ plt.show()
 
 # %% [markdown]
 # Nearby places have similar vectors, and so do places in the same row or column. One token is still missing. At the
-# end, one token must describe the complete image, and no single patch is suited for this. So one more token is placed
+# end, one vector must describe the complete image. It can be the mean of all tokens. Or one more token is placed
 # before the patches, the **class token**. It starts the same for every image and collects information from the
-# patches. There are 196 patches and one class token, so step 2 had 197 tokens. Now we have everything for the encoder.
+# patches. It has a position of its own. There are 196 patches and one class token, so step 2 had 197 tokens. Now we
+# have everything for the encoder.

@@ -1,7 +1,9 @@
 # %% [markdown]
 # # 8. The encoder
 #
-# The layers of a Vision Transformer are the residual blocks of step 5, with two changes.
+# The layers of a Vision Transformer are the residual blocks of step 5, with three changes.
+#
+# The matrices of the attention also get a **bias**, a vector that is added to the result.
 #
 # **GELU** replaces ReLU. It does nearly the same, but bends smoothly at 0: $\mathrm{gelu}(x) = x \, \Phi(x)$. Here,
 # $\Phi(x)$ is the probability that a standard normal number is below $x$. The feed-forward network with GELU is called
@@ -55,6 +57,7 @@ def encoder_layer(x, p, num_heads, norm_first, eps):
 
     def attention(x):
         q, k, v = (np.split(linear(f"attention.{letter}_proj", x), num_heads, axis=-1) for letter in "qkv")
+        # The matrices of all heads are stacked (step 3), so the heads lie side by side.
         outputs = [reference.attention(*head)[0] for head in zip(q, k, v, strict=True)]  # as in step 2
         return linear("attention.o_proj", np.hstack(outputs))
 

@@ -46,8 +46,11 @@ def encode(pixels):
 
 
 # %% [markdown]
-# Now we build ours. `from_bert` creates our model and copies each of BERT's parameters to its place. All weights are
-# random, and none is trained.
+# BERT adds two vectors to each token: its position, and one that says which of two sentences it belongs to. That one
+# is always the same here. BERT also normalises the sum.
+#
+# Now we build ours. `from_bert` creates our model and copies BERT's parameters. The two vectors become one, our
+# position. Every other parameter has its own place. All weights are random, and none is trained.
 
 # %%
 ours = from_bert(bert, convolution, cls_token.double())

@@ -6,9 +6,8 @@
 # 1. Show the model a *batch*: a few images whose classes are known.
 # 2. Measure how wrong it is. The usual measure is the **cross-entropy loss**. It takes the share that softmax (step 1)
 #    gives to the right class: $\mathrm{loss} = -\log(\mathrm{share})$. It is 0 when the model is certain and right.
-# 3. Compute in which direction each parameter must move to reduce the loss. This is given by the *gradient*, which
-#    PyTorch computes.
-# 4. Move every parameter a small step in that direction, and repeat.
+# 3. Compute how fast the loss grows with each parameter. This is the *gradient*, which PyTorch computes.
+# 4. Move every parameter a small step the other way, and repeat.
 #
 # scikit-learn ships 1,797 handwritten digits of 8 by 8 pixels. This is small enough to train on while you wait. We set
 # 360 digits aside for the test, and 180 to watch the progress of training.
@@ -50,7 +49,7 @@ config = ViTScratchConfig(
     intermediate_size=128,
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
-    initializer_range=0.1,
+    initializer_range=0.1,  # narrow tokens need larger random numbers than the usual 0.02
 )
 model = ViTScratchForImageClassification(config)
 print(f"{model.num_parameters():,} parameters")

@@ -70,7 +70,9 @@ plt.show()
 # by its weights $A$ (the mean of its heads), and the residual connection keeps what was there. Rollout assumes half of
 # each. The product over the layers says what share of each patch has arrived in the class token:
 #
-# $$R = \prod_{\mathrm{layers}} \frac{A + I}{2}$$
+# $$R = \frac{A_L + I}{2} \cdots \frac{A_2 + I}{2} \, \frac{A_1 + I}{2}$$
+#
+# Later layers are on the left. Row 0 belongs to the class token.
 
 # %%
 rollout = torch.eye(17)
@@ -83,7 +85,8 @@ assert difference < 1e-6
 
 # %% [markdown]
 # Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021) does. It multiplies each
-# weight by the gradient of the score of that class. It keeps the positive values, which support the class.
+# weight by the gradient of the score of that class. It keeps the positive values, which support the class. Their mean
+# over the heads, $\bar A$, is followed through the layers: $R \leftarrow R + \bar A R$, starting from $R = I$.
 #
 # We can test this. For each test digit, we blank out the four patches that matter most for the model's answer
 # according to the map. Then we count how often the answer is still right. We repeat this with the four patches that
@@ -111,8 +114,9 @@ for name, share in right.items():
 assert right["without the four most"] < right["without the four least"] - 0.1
 
 # %% [markdown]
-# So the maps are meaningful. Here they are for five test digits. The upper row shows the digit, the middle row shows
-# rollout, and the lower row shows class attention for the model's answer.
+# So the maps of class attention are meaningful. Rollout was not tested here. Here are both for five test digits. The
+# upper row shows the digit, the middle row shows rollout, and the lower row shows class attention for the model's
+# answer.
 
 # %% alt="Five digits, and below each its rollout map and its class attention map, bright on the strokes that matter"
 chosen = [((answers == digit) & (labels == digit)).nonzero()[0].item() for digit in (0, 2, 3, 5, 9)]
@@ -133,6 +137,6 @@ plt.show()
 # The bright patches lie on the strokes, often where this digit differs from others. The maps show where the model
 # looks. They do not prove that it is right for the right reasons.
 #
-# These twelve steps are a complete Vision Transformer. Only the gradients were left to PyTorch. A larger model has
-# more layers, wider tokens and more images to learn from, but no other parts. To train one on your own images, start
-# with `python train.py --help` in the folder of this package.
+# These twelve steps are a complete Vision Transformer. Only the gradients and the optimizer were left to PyTorch. A
+# larger model has more layers, wider tokens and more images to learn from, but no other parts. To train one on your
+# own images, put each class into a folder of its own and run `vit-scratch train your_images --data FOLDER`.

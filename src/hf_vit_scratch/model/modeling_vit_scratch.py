@@ -112,7 +112,7 @@ class ViTScratchAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores cannot grow without bound.
+        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores are bounded by its weights.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -155,7 +155,7 @@ class ViTScratchMLP(nn.Module):
 
 
 class ViTScratchDropPath(nn.Module):
-    """Stochastic depth: in training, drop a residual branch for whole images; Huang et al. 2016, arXiv 1603.09382.
+    """Stochastic depth: in training, drop a residual branch for whole images; after Huang et al., arXiv 1603.09382.
 
     (B, N, D) -> (B, N, D). A kept branch is divided by the probability of keeping it, so its expected value stays.
     """
@@ -259,7 +259,7 @@ def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_token
 
 
 def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Interpolate the position embeddings of the patches to another grid, bicubically; [1] section 3.2.
+    """Interpolate position embeddings to another grid ([1] section 3.2), bicubically as transformers does.
 
     Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The class token's stays as it is.
     """
@@ -437,7 +437,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width), normalized, of any size that the patch size divides.
-            attention_mask: (B, N), 0 for tokens to ignore; by default none. A mean pooling leaves them out, too.
+            attention_mask: (B, N), 1 for tokens to attend to, 0 for others; by default none. A mean pooling leaves
+                them out, too. Or (B, 1, N, N), which goes to the attention function as it is.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`, for which this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
@@ -454,7 +455,6 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if output_attentions:  # only eager attention gives its weights
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        # A mask of four axes is taken as prepared for the attention function, as in transformers.
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have one entry per token, the class token included: shape "
@@ -542,7 +542,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
         Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
-        numbers (B, L), or (B,) for one label, for regression.
+        numbers (B, L), or (B,) for one label, for regression. With `label_scale`, the loss is that of
+        standardized numbers.
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))

@@ -1,11 +1,11 @@
 """The mathematics of a Vision Transformer in NumPy and float64, written for reading; the oracle of the torch model.
 
 One image or one sequence at a time, no batches, no training, no speed. Shapes: N tokens, d their width, a the width of
-queries and keys, v the width of values, h heads. Weights are stored as torch stores them, (out, in), and a token is a
-row: y = x W^T + b.
+queries and keys, v the width of values, h heads (d, a and h are D, K and H in `modeling_vit_scratch.py`). Weights are
+stored as torch stores them, (out, in), and a token is a row: y = x W^T + b.
 
-[1] Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1706.03762.
-[2] Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929.
+[1] Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929.
+[2] Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1706.03762.
 """
 
 import math
@@ -58,7 +58,7 @@ def causal_mask(num_tokens: int) -> Array:
 
 
 def attention(query: Array, key: Array, value: Array, mask: Array | None = None) -> tuple[Array, Array]:
-    """softmax(q k^T / sqrt(a)) v, [1] eq. 1.  (N, a), (N, a), (N, v) -> (N, v) and the weights (N, N).
+    """softmax(q k^T / sqrt(a)) v, [2] eq. 1.  (N, a), (N, a), (N, v) -> (N, v) and the weights (N, N).
 
     Row i of the weights says how much token i takes of each token. Where the 0/1 mask (N, N) is 0, the score becomes
     minus infinity, so the weight becomes 0; every row needs a 1.
@@ -73,7 +73,7 @@ def attention(query: Array, key: Array, value: Array, mask: Array | None = None)
 def attention_head(x: Array, w_q: Array, w_k: Array, w_v: Array, mask: Array | None = None) -> tuple[Array, Array]:
     """Compute one head without biases.  (N, d) -> (N, v) and the weights (N, N).
 
-    W_Q and W_K (a, d). The values may be narrow, v = a, as in [1], or as wide as the tokens, v = d.
+    W_Q and W_K (a, d). The values may be narrow, v = a, as in [2], or as wide as the tokens, v = d.
     """
     return attention(linear(x, w_q), linear(x, w_k), linear(x, w_v), mask)
 
@@ -81,7 +81,7 @@ def attention_head(x: Array, w_q: Array, w_k: Array, w_v: Array, mask: Array | N
 def multi_head_attention(
     x: Array, heads: Sequence[Head], w_o: Array, mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """Put the heads' outputs side by side and project them back; [1] section 3.2.2.
+    """Put the heads' outputs side by side and project them back; [2] section 3.2.2.
 
     (N, d) and W_O (d, h v) -> (N, d) and weights (h, N, N).
     """
@@ -90,7 +90,7 @@ def multi_head_attention(
 
 
 def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Array:
-    """max(0, x W_1^T + b_1) W_2^T + b_2, token by token; [1] eq. 2.  (N, d) -> (N, d)."""
+    """max(0, x W_1^T + b_1) W_2^T + b_2, token by token; [2] eq. 2.  (N, d) -> (N, d)."""
     return linear(relu(linear(x, w_1, b_1)), w_2, b_2)
 
 
@@ -128,7 +128,7 @@ def extract_patches(image: Array, patch_size: tuple[int, int]) -> Array:
 
 
 def patch_embedding(image: Array, weight: Array, bias: Array) -> Array:
-    """Project each flattened patch; [2] eq. 1, E.  (C, height, width) -> (rows * cols, d).
+    """Project each flattened patch; [1] eq. 1, E.  (C, height, width) -> (rows * cols, d).
 
     `weight` (d, C, p, q) is that of the equal convolution with stride (p, q).
     """
@@ -140,7 +140,7 @@ def encoder_layer(
 ) -> tuple[Array, Array]:
     """Compute one encoder layer with biases and GELU.  (N, d) -> (N, d) and the weights (h, N, N).
 
-    norm_first=True: x + f(LN(x)), [2] eq. 2 and 3; False: LN(x + f(x)), [1] section 3.1. The parameters have the names
+    norm_first=True: x + f(LN(x)), [1] eq. 2 and 3; False: LN(x + f(x)), [2] section 3.1. The parameters have the names
     that they have within a layer of `ViTScratchModel`.
     """
 
@@ -177,7 +177,7 @@ def vit(
     eps: float,
     mask: Array | None = None,
 ) -> tuple[list[Array], Array, list[Array]]:
-    """Run a whole forward pass, [2] eq. 1 to 4, with a class token and learned positions.
+    """Run a whole forward pass, [1] eq. 1 to 4, with a class token and learned positions.
 
     `image` (C, height, width) is normalized, and of the size that the positions were made for. The parameters are
     those of a `ViTScratchModel` by name, `{name: x.numpy() for name, x in state_dict.items()}`. `mask` is the 0/1 mask
