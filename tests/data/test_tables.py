@@ -1,6 +1,7 @@
 """Tables of image paths and labels, and what the labels make of a run."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -110,15 +111,33 @@ def test_semicolons_may_separate_the_columns(folder):
     assert load_splits(str(table))["train"].features["label"].names == ["cat", "dog"]
 
 
+def test_semicolons_go_with_decimal_commas(folder):
+    table = write_table(folder / "labels.csv", label=[f"{number},5" for number in range(20)])
+    table.write_text(table.read_text().replace(",", ";", 1).replace("png,", "png;"))
+
+    rows = load_splits(str(table))["train"]
+
+    assert problem_type(rows.features["label"]) == "regression"
+    assert set(targets_of(rows)[:, 0] % 1) == {0.5}
+
+
+def test_column_of_splits_with_another_name_is_not_used(folder, caplog):
+    splits = ["train", "val", "test", ""] * 5
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES], split=splits)
+
+    assert len(load_splits(str(table))["train"]) == 16
+    assert re.search(r"the column split is not used, because that of .*\.png is ", caplog.text)
+
+
 def test_column_of_splits_decides(folder):
-    splits = ["train", "val", "test", "train"] * 5
+    splits = ["Train", "val", "test", "training"] * 5
     table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES], split=splits)
 
     loaded = load_splits(str(table), near_duplicates="ignore")
 
     shades = {name: sorted(image.getpixel((0, 0)) // 10 for image in rows["image"]) for name, rows in loaded.items()}
-    expected = {"train": "train", "validation": "val", "test": "test"}
-    assert shades == {name: [n for n, split in enumerate(splits) if split == own] for name, own in expected.items()}
+    places = {"train": (0, 3), "validation": (1,), "test": (2,)}
+    assert shades == {name: [n for n in range(20) if n % 4 in own] for name, own in places.items()}
 
 
 def test_missing_files_are_skipped_where_asked(folder):

@@ -28,17 +28,11 @@ from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import decode_image, find_image_files, local_path, map_images, warn_of_others
 from .options import DataArguments
-from .tables import find_columns, find_tables, load_tables
+from .tables import SPLIT_NAMES, find_columns, find_tables, load_tables
 from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
 
-# Names by which image collections mark their splits.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "val", "valid", "dev"),
-    "test": ("test", "testing"),
-}
 # A path could be that of any file of this machine.
 NOT_IN_ROWS = "to stream, the images must be in the rows themselves, as usual in parquet files."
 
@@ -226,8 +220,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             )
         if data == "digits":
             return load_digits()
-        split_names = {name for names in SPLIT_NAMES.values() for name in names}
-        source = load_tables(tables, folders, args, split_names) if tables else _load_folder(path, labelled, args)
+        source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
         if not args.follow_links:
             _refuse_files_outside(root, source)
         if args.corrupt_images == "raise":

@@ -1,13 +1,14 @@
 """Tables of image paths and labels, CSV, JSON lines or parquet, as rows with an image column."""
 
 import glob
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pandas as pd
@@ -18,17 +19,29 @@ from ..errors import UserError, blame_the_files
 from .images import SUFFIXES
 from .options import DataArguments
 
+logger = logging.getLogger(__name__)
+
+# Names by which image collections mark their splits.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "dev"),
+    "test": ("test", "testing"),
+}
+SPLITS_BY_NAME = {name: split for split, names in SPLIT_NAMES.items() for name in names}
+
 
 def _read_csv(file: Path) -> Dataset:
     """Read a CSV file. A class may be called None or 007: only blanks are missing, and leave whole numbers whole."""
     with file.open(encoding="utf-8-sig") as lines:
         header = lines.readline()
     options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False}
-    options["sep"] = ";" if ";" in header and "," not in header else ","  # as some spreadsheets write it
-    table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
+    options["sep"] = ";" if ";" in header and "," not in header else ","
     text = pd.read_csv(file, dtype=str, **options)
+    points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
+    options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
+    table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
     for name in table.select_dtypes("number"):
-        if text[name].str.match(r"-?0\d").any():
+        if text[name].str.match(r"\s*-?0\d").any():
             table[name] = text[name]
     return Dataset.from_pandas(table)
 
@@ -56,9 +69,7 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     return []
 
 
-def load_tables(
-    tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments, split_names: Set[str] = frozenset()
-) -> DatasetDict:
+def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments) -> DatasetDict:
     """Load tables whose paths are relative to their own folders, as rows in the order of the paths.
 
     A row belongs to the split that its column `split` names, or whose folder holds its image, else to train.
@@ -84,9 +95,18 @@ def load_tables(
         rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
         places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
-        if "split" in rows.column_names and {*rows["split"]} <= split_names:
-            found = rows["split"][:]
-            rows = rows.remove_columns("split")
+        if "split" in rows.column_names:
+            named = [SPLITS_BY_NAME.get(str(name).lower()) for name in rows["split"]]
+            if None in named:
+                wrong = named.index(None)
+                logger.warning(
+                    "%s: the column split is not used, because that of %s is %r.",
+                    table,
+                    paths[wrong],
+                    rows["split"][wrong],
+                )
+            else:
+                found, rows = cast(list[str], named), rows.remove_columns("split")
         for split in sorted({*found}):
             if split in splits:
                 raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
