@@ -199,6 +199,22 @@ def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monke
     assert config._attn_implementation != "eager"
 
 
+def test_speed_of_a_model_of_one_number_is_measured(monkeypatch):
+    monkeypatch.setattr(auto_config, "images_per_second", lambda step, seconds: step())
+    flags = ["--image_size", "16", "--patch_size", "8", "--hidden_size", "16", "--num_hidden_layers", "1",
+             "--num_attention_heads", "2", "--intermediate_size", "16", "--use_cpu", "true"]  # fmt: skip
+    args, _ = parse_recipe([YOUR_IMAGES, *flags, "--speed_choice", "plain"])
+    config = model_config(args.model, ["age"])
+    config.problem_type, config.label_mean, config.label_scale = "regression", [40.0], [12.0]
+
+    assert auto_config.measure_speed(config, args) > 0
+
+
+@pytest.mark.parametrize(("heads", "width"), [("3", 192), ("1", 64)])
+def test_width_fits_to_the_heads_that_are_set(heads, width):
+    assert fitted([(32, 32)] * 50, "--num_attention_heads", heads)[0]["hidden_size"] == width
+
+
 def test_smaller_images_of_the_first_part_are_counted_as_faster_by_their_pixels(monkeypatch):
     monkeypatch.setattr(auto_config, "images_per_second", lambda step, seconds: 100.0)
     flags = ["--image_size", "16", "--patch_size", "4", "--hidden_size", "16", "--num_hidden_layers", "1",

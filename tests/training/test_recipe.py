@@ -164,6 +164,14 @@ def test_model_flags_are_fields_of_the_configuration():
     }  # fmt: skip
 
 
+def test_model_of_numbers_may_be_the_start_of_one_of_classes():
+    start = ViTScratchConfig(num_labels=1, problem_type="regression", label_mean=[1.0], label_scale=[2.0])
+
+    config = model_config(ModelArguments(model="runs/ages"), ["a", "b", "c"], start)
+
+    assert (config.num_labels, config.problem_type, config.label_scale) == (3, None, None)
+
+
 def test_model_flags_make_a_configuration():
     args = ModelArguments(model="Ti/4", image_size=[32], hidden_size=96, norm_first=True)
 

@@ -79,15 +79,12 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         choose(f"at most {tokens} tokens", patch_size=[patch_size])
         width, layers = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
         reason = "a CPU" if on_cpu else f"{number} images"
-        choose(reason, hidden_size=width)
+        choose(reason, hidden_size=HEAD_SIZE * model.num_attention_heads if model.num_attention_heads else width)
         width = model.hidden_size or width
-        heads = [heads for heads in range(1, max(1, width // HEAD_SIZE) + 1) if width % heads == 0]
-        for size in (
-            {"num_hidden_layers": layers},
-            {"num_attention_heads": heads[-1]},
-            {"intermediate_size": 4 * width},
-        ):
-            choose(reason, **size)
+        fitting = [heads for heads in range(1, width // HEAD_SIZE + 1) if width % (4 * heads) == 0]  # for rope2d
+        choose(reason, num_hidden_layers=layers)
+        choose(reason, num_attention_heads=max(fitting, default=1))
+        choose(reason, intermediate_size=4 * width)
         patch = ((model.patch_size or [1]) * 2)[:2]
         first = [max(length * 3 // 4 // side, 1) * side for length, side in zip(pixels, patch, strict=True)]
         choose("smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6)
@@ -156,7 +153,7 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     faster = 1 - share + share * math.prod(size) / (first[0] * first[-1])
     with torch.random.fork_rng():
         config = copy.deepcopy(config)
-        config.problem_type = config.label_scale = None  # any loss takes as long
+        config.problem_type = config.label_mean = config.label_scale = None  # any loss takes as long
         model = ViTScratchForImageClassification(config).train()
         model.to(device)
         freeze(model, training.freeze_layers)

@@ -161,7 +161,8 @@ def model_config(
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
     try:
         if start is not None:
-            config = ViTScratchConfig.from_dict(start.to_dict(), **given)
+            unset = dict.fromkeys(("problem_type", "label_mean", "label_scale"))  # which follow from the labels
+            config = ViTScratchConfig.from_dict(start.to_dict() | unset, **given)
             config.validate()
             return config
         return ViTScratchConfig(**given) if model is None else ViTScratchConfig.from_variant(model, **given)
