@@ -111,6 +111,23 @@ def test_own_images_are_known_by_their_place_and_not_by_how_it_is_written(class_
         assert json.loads(Path(str(number), "metrics.json").read_text())["test_loss"] == expected
 
 
+def test_project_that_was_moved_is_evaluated_as_before(class_folders, tmp_path, monkeypatch):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
+                      "save_strategy: no, load_best_model_at_end: false, test_fraction: 0.3}")  # fmt: skip
+    project, moved = tmp_path / "project", tmp_path / "moved"
+    shutil.copytree(class_folders, project / "photos")
+    monkeypatch.chdir(project)
+    train.main([str(recipe), *SMALL, "--data", "photos", "--output_dir", "run"])
+    expected = json.loads(Path("run/metrics.json").read_text())["test_loss"]
+    project.rename(moved)
+    monkeypatch.chdir(moved)
+
+    for number, data in enumerate(([], ["--data", "photos"])):
+        assert vit_scratch.main(["evaluate", "run", *data, "--output_dir", str(number)]) == 0
+        assert json.loads(Path(str(number), "metrics.json").read_text())["test_loss"] == expected
+
+
 def test_folder_called_digits_is_not_the_digits(evaluate, tmp_path, monkeypatch):
     write_folders(tmp_path / "digits", "37", [row for row in load_digits()["test"]][:60])
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,8 @@ a local folder, and then never uploaded. Classes are matched by their names;
 the data may lack some of the model's classes.
 
 Other flags are those of `vit-scratch train`, such as --per_device_eval_batch_size 64, --corrupt_images skip,
---label_column NAME and --use_cpu true. Without them, the model computes as in the run.
+--label_column NAME, --eval_tta flip and --use_cpu true. Without them, the model computes as in the run. Those that say
+how to compute do not apply to an exported model.
 """
 
 import argparse
@@ -113,8 +114,9 @@ def load_rows(
     The splits of the run's own data are cut as the run cut them, so that no training image is in the test split.
     """
     begun = Recipe() if run is None else Recipe.load(run) or Recipe()
-    own = begun.data or absolute(args.data.data)
-    if data is not None and absolute(data) != own:
+    places = (begun.data, args.data.data)  # the project may have been moved
+    own = next((place for place in places if place and local_path(place).exists()), args.data.data)
+    if data is not None and absolute(data) != absolute(own):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
         return data, load_split(DataArguments(**flags | {"data": data}), split)
