@@ -40,7 +40,7 @@ from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.mixup import Mixup
-from hf_vit_scratch.data.sampler import EpochSampler
+from hf_vit_scratch.data.sampler import EpochSampler, Sample
 from hf_vit_scratch.speed.hardware import keep_freed_memory
 
 SECONDS = 3.0  # for each part in a round
@@ -131,15 +131,17 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     with patch.object(dataset_module, "DECODED_BYTES_KEPT", 0):  # as if there were more of them
         cached.keep_decoded(device)
 
+    samples = [Sample(0, 0, row) for row in range(BATCH)]
+
     def load(dataset: ImageClassificationDataset) -> int:
-        return len(dataset.__getitems__(range(BATCH))["labels"])
+        return len(dataset.__getitems__(samples)["labels"])
 
     yield "photograph: decode and crop", partial(images_per_second, partial(load, decoded))
     yield "photograph: crop from the file", partial(images_per_second, partial(load, cached))
     for number in workers:
         yield f"photograph: decoded for each batch, {number} workers", partial(loading, decoded, number, device)
         yield f"photograph: cached in a file, {number} workers", partial(loading, cached, number, device)
-    batch = decoded.__getitems__(range(BATCH))
+    batch = decoded.__getitems__(samples)
     batch["pixel_values"] = batch["pixel_values"].to(device)
     yield (
         f"photograph: from its crop on, on {device.type}",

@@ -622,7 +622,7 @@ def test_training_images_are_normalised_like_evaluation_images(image_processor, 
     plain = make_dataset(image_processor, photographs, Augmentation((16, 24)), kept=kept)  # nothing random
 
     evaluation = make_dataset(image_processor, photographs)
-    assert torch.equal(inputs(plain, 0)["pixel_values"], inputs(evaluation, 0)["pixel_values"])
+    assert torch.equal(inputs(plain, Sample(0, 0, 0))["pixel_values"], inputs(evaluation, 0)["pixel_values"])
 
 
 @pytest.fixture
@@ -662,9 +662,10 @@ def test_augmentation_of_small_images_does_not_depend_on_keeping(photographs):
     image_processor = ViTImageProcessor(size={"height": 30, "width": 40}, do_convert_rgb=True)  # as large as they are
     augment = Augmentation((30, 40), random_resized_crop_scale=0.5, rotation_degrees=9)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
+    samples = [Sample(0, 0, row) for row in (1, 4, 7)]
 
     one, other = (
-        inputs(make_dataset(image_processor, photographs, augment, mixing=mixing, kept=kept), 1, 4, 7)
+        inputs(make_dataset(image_processor, photographs, augment, mixing=mixing, kept=kept), *samples)
         for kept in (True, False)
     )
 
@@ -746,7 +747,7 @@ def test_augmentation_leaves_the_global_generator_alone(augmented):
     expected = torch.rand(4)
 
     torch.manual_seed(7)
-    inputs(dataset, 3, 4)
+    inputs(dataset, Sample(0, 0, 3), Sample(0, 0, 4))
 
     assert torch.equal(torch.rand(4), expected)
 

@@ -202,19 +202,21 @@ def test_policy_does_the_same_to_an_image_in_any_batch(policy, images):
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_shares_of_mixup_have_a_beta_distribution(alpha):
-    own, other = torch.ones(4000, 1, 2, 2), torch.zeros(4000, 1, 2, 2)
+    images = torch.tensor([0, 255], dtype=torch.uint8).repeat(2000)[:, None, None, None].expand(-1, 1, 2, 2)
+    mixup, keys = Mixup(2, mixup_alpha=alpha), [(row,) for row in range(4000)]
 
-    *mixture, shares = Mixup(2, mixup_alpha=alpha).draw((2, 2), SampleRNG([(row,) for row in range(4000)]))
+    mixed, _ = mixup(images, torch.zeros(4000, dtype=torch.long), SampleRNG(keys))
 
-    assert torch.equal(Mixup.mix(own, other, *mixture)[:, 0, 0, 0], torch.from_numpy(shares).float())
+    *_, shares = mixup.draw((2, 2), SampleRNG(keys))
+    torch.testing.assert_close(mixed[1::2, 0, 0, 0] / 255, torch.from_numpy(shares[1::2]).float())
     assert stats.kstest(shares, stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
 def test_cutmix_is_chosen_for_half_where_both_are():
-    own, other = torch.ones(1000, 1, 8, 8), torch.zeros(1000, 1, 8, 8)
+    images = torch.tensor([0, 255], dtype=torch.uint8).repeat(500)[:, None, None, None].expand(-1, 1, 8, 8)
+    keys = SampleRNG([(row,) for row in range(1000)])
 
-    *mixture, _ = Mixup(2, mixup_alpha=1.0, cutmix_alpha=1.0).draw((8, 8), SampleRNG([(row,) for row in range(1000)]))
+    mixed, _ = Mixup(2, mixup_alpha=1.0, cutmix_alpha=1.0)(images, torch.zeros(1000, dtype=torch.long), keys)
 
-    mixed = Mixup.mix(own, other, *mixture)
-    cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
+    cut = ((mixed == 0) | (mixed == 255)).flatten(1).all(1)
     assert cut.float().mean() == pytest.approx(0.5, abs=0.05)

@@ -574,8 +574,9 @@ def test_loss_chooses_the_best_model_where_there_are_no_metrics(tmp_path):
 
 
 def test_clock_starts_when_the_images_are_decoded(tmp_path, monkeypatch):
-    trainer, calls = make_trainer(tmp_path, mixed=True, max_steps=1), []
-    trainer.eval_dataset = trainer.train_dataset
+    fields = {"max_steps": 1, "eval_strategy": "steps", "metric_for_best_model": "one_accuracy"}
+    trainer, calls = make_trainer(tmp_path, mixed=True, **fields), []
+    trainer.eval_dataset = {"one": trainer.train_dataset}
     keep, start = ImageClassificationDataset.keep_decoded, trainer.clock.start
     monkeypatch.setattr(
         ImageClassificationDataset, "keep_decoded", lambda *args: calls.append("decoded") or keep(*args)

@@ -195,8 +195,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def keep_decoded(self, device: torch.device) -> bool:
         """Decode all images once and keep them, if they fit; return whether they are in memory.
 
-        They fit if they take up at most `DECODED_BYTES_KEPT`, and are on the device of the first call. More are kept
-        in a file, if `cache_images` is set. An image that cannot be decoded is a `UserError`.
+        They fit if they take up at most `DECODED_BYTES_KEPT`, and are on the device of the first call if it has room.
+        More are kept in a file, if `cache_images` is set. An image that cannot be decoded is a `UserError`.
         """
         if self._is_in_memory is None:
             height, width = self._kept_size()

@@ -171,10 +171,10 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             )
             without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
             if without.size:
-                names = ", ".join(repr(label_names(rows.features["label"])[number]) for number in without[:3])
+                names = [label_names(rows.features["label"])[place] for place in without]
                 logger.warning(
-                    "%s: %s has no image of %d classes, such as %s: their groups or near duplicates are too large.",
-                    args.data, name, without.size, names,
+                    "%s: %s has no image of the classes %s, whose groups or near duplicates are too large.",
+                    args.data, name, names,
                 )  # fmt: skip
 
 

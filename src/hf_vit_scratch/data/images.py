@@ -180,10 +180,11 @@ def refuse_other_preprocessing(image_processor: Any) -> None:
     """Refuse an image processor that does more than resize, by bilinear or bicubic interpolation, and normalize."""
     options = image_processor.to_dict()
     wrong = [name for name in ("do_center_crop", "do_pad") if options.get(name)]
-    wrong += ["size"] if {*options["size"]} != {"height", "width"} or not options["do_resize"] else []
-    wrong += ["resample"] if options["resample"] not in (Resampling.BILINEAR, Resampling.BICUBIC) else []
+    resizes = options.get("do_resize") and {*(options.get("size") or ())} == {"height", "width"}
+    wrong += [] if resizes else ["size"]
+    wrong += [] if options.get("resample") in (Resampling.BILINEAR, Resampling.BICUBIC) else ["resample"]
     if wrong:
-        listed = ", ".join(f"{name} {options[name]}" for name in wrong)
+        listed = ", ".join(f"{name} {options.get(name)}" for name in wrong)
         raise UserError(
             f"The image processor prepares images in another way than training, `evaluate` and `export` do: {listed}. "
             "`vit-scratch predict` uses it as it is; docs/guides/tools.md exports a model alone."

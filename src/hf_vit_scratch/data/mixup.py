@@ -70,7 +70,8 @@ class Mixup(MixingArguments):
             mix_index = (positions ^ 1).clamp(max=len(images) - 1)
             share, rectangles, kept = self.draw(images.shape[-2:], rng)
             images = images.float()
-            images = self.mix(images, images.index_select(0, mix_index), share, rectangles)
+            own = to_device(share, images)[:, None, None, None].masked_fill(inside(rectangles, images), 0.0)
+            images = torch.lerp(images.index_select(0, mix_index), images, own)
             targets = torch.lerp(targets[mix_index], targets, to_device(kept, images)[:, None])
         mass: Tensor | float = 1.0
         if self.class_weights is not None:
@@ -97,12 +98,3 @@ class Mixup(MixingArguments):
         )
         kept = np.where(cut, 1 - (bottom - top) * (right - left) / math.prod(image_size), share)
         return np.where(cut, 1.0, share), np.stack((top, left, (bottom - top) * cut, right - left)), kept
-
-    @staticmethod
-    def mix(images: Tensor, others: Tensor, share: Numbers, rectangles: NDArray[np.int64]) -> Tensor:
-        """Mix another image into each, as `draw` says.
-
-        Shapes: float (B, C, height, width) twice, (B,), (4, B) -> that of the first.
-        """
-        own = to_device(share, images)[:, None, None, None].masked_fill(inside(rectangles, images), 0.0)
-        return torch.lerp(others, images, own)

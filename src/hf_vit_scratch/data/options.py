@@ -109,7 +109,7 @@ class AugmentationArguments(_Options):
     rotation_degrees: float = flag(0.0, "Largest rotation to either side.")
     translate: float = flag(0.0, "Largest shift, as a share of height and width.")
     scale: float = flag(0.0, "Largest relative change of size.")
-    auto_augment: str = flag("none", "A policy: randaugment or trivialaugment.")
+    auto_augment: str = flag("none", "A policy: none, randaugment or trivialaugment.")
     randaugment_num_ops: int = flag(2, "Operations that RandAugment draws per image.")
     randaugment_magnitude: int = flag(9, "Strength of RandAugment, 0 to 30.")
     random_erasing_prob: float = flag(0.0, "Probability that a random rectangle turns grey.")

@@ -127,7 +127,7 @@ def example_batch_for(model: PreTrainedModel, batch_size: int) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if type(module).__name__ == "ViTScratchLayer"]
+    return [module for module in model.modules() if type(module).__name__.endswith("ViTScratchLayer")]  # also FSDP2's
 
 
 def _apply(model: nn.Module, choice: str) -> None:
@@ -160,7 +160,7 @@ def _first_layer(model: PreTrainedModel, example_batch: Tensor) -> tuple[nn.Modu
     layer, calls = _layers(model)[0], list[tuple[Any, Any]]()
     hook = layer.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             model.base_model(example_batch[:1])
     finally:
         hook.remove()

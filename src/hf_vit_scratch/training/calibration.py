@@ -29,7 +29,8 @@ def calibrate(trainer: ViTTrainer) -> None:
     if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
     rows = np.random.default_rng(seed).permutation(len(train))
-    visits = pd.Series(train.labels.numpy()[rows]).groupby(train.labels.numpy()[rows]).cumcount()
+    labels = train.labels.numpy()[rows]
+    visits = pd.Series(labels).groupby(labels).cumcount()
     rows = rows[np.argsort(visits, kind="stable")][:MOST_IMAGES]  # one of each class, another one of each, and so on
     sample = ImageClassificationDataset(train.rows.select(np.sort(rows)), train.image_processor)
     vectors, _, classes = _outputs(trainer, sample)

@@ -14,13 +14,12 @@ class Clock:
 
     def __init__(self, args: ViTTrainingArguments):
         self.args = args
-        self.progress = 0.0  # share of the training that is done, if `max_train_minutes` limits it
-        self.seconds_before = 0.0  # of the parts that are resumed
-        self._start_time = 0.0
+        self.start()
 
     def start(self) -> None:
         """Start at zero."""
-        self.progress = self.seconds_before = 0.0
+        self.progress = 0.0  # share of the training that is done, if `max_train_minutes` limits it
+        self.seconds_before = 0.0  # of the parts that are resumed
         self._start_time = time.perf_counter()
 
     def resume(self, state: TrainerState) -> None:

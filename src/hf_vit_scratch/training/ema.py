@@ -18,8 +18,8 @@ TRAINED_WEIGHTS = "trained_weights.safetensors"
 class EMA(AveragedModel):
     """torch's average of a model's weights over its training steps; it changes places with them on request.
 
-    It starts as a copy of the model's weights, on their device; `steps` is the number of training steps in it already.
-    Each further step multiplies it by `decay` and adds `1 - decay` times the new weights.
+    It is on their device; `steps` is the number of training steps in it already. The first step replaces it. Each
+    further one multiplies it by `decay` and adds `1 - decay` times the new weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):

@@ -60,5 +60,5 @@ class LossWatch(TrainerCallback):
 
     @staticmethod
     def _share_done(args: Any, state: TrainerState, line: dict[str, Any]) -> float:
-        by_time = line["minutes"] / args.max_train_minutes if args.max_train_minutes else 0.0
+        by_time = line.get("minutes", 0.0) / args.max_train_minutes if args.max_train_minutes else 0.0
         return max(line["step"] / state.max_steps, by_time)

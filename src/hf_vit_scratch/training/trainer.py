@@ -110,8 +110,8 @@ class ViTTrainer(Trainer):
     stages of `ImageClassificationDataset`, batches weighted by their images, and throughput in the log.
 
     Args:
-        args, kwargs: Arguments of the stock Trainer. Its `args` must be `ViTTrainingArguments`. Its `data_collator`
-            gets a whole batch of `ImageClassificationDataset`, not rows.
+        model, args, others, kwargs: As for the stock Trainer, but `args` must be `ViTTrainingArguments`.
+        data_collator: Gets a whole batch of `ImageClassificationDataset`, not rows.
         stage: Function from the share of training that is done, 0 to 1, to the index of the training stage.
     """
 
@@ -120,18 +120,21 @@ class ViTTrainer(Trainer):
     optimizer: torch.optim.Optimizer
     speed: Optimization | None = None  # the stock constructor calls `call_model_init`, which reads it
 
-    def __init__(self, *args: Any, stage: Callable[[float], int] = lambda progress: 0, **kwargs: Any):
-        training_args = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if not isinstance(training_args, ViTTrainingArguments):
-            raise UserError(f"args must be ViTTrainingArguments, got {type(training_args).__name__}.")
-        if len(args) < 3 and kwargs.get("data_collator") is None:  # the third argument of the stock Trainer
-            kwargs["data_collator"] = collate
-        super().__init__(*args, **kwargs)
-        if (
-            self.compute_metrics is None
-            and self.args.metric_for_best_model == ViTTrainingArguments.metric_for_best_model
-        ):
-            self.args.metric_for_best_model, self.args.greater_is_better = "loss", False  # there is no other
+    def __init__(
+        self,
+        model: Any = None,
+        args: ViTTrainingArguments | None = None,
+        data_collator: Any = None,
+        *others: Any,
+        stage: Callable[[float], int] = lambda progress: 0,
+        **kwargs: Any,
+    ):
+        if not isinstance(args, ViTTrainingArguments):
+            raise UserError(f"args must be ViTTrainingArguments, got {type(args).__name__}.")
+        super().__init__(model, args, data_collator or collate, *others, **kwargs)
+        usual = ViTTrainingArguments.metric_for_best_model
+        if self.compute_metrics is None and self.args.metric_for_best_model == usual:  # there is the loss alone
+            self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
         if self.args.ema_decay is not None and self.is_fsdp_enabled:
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
         self.stage = stage
@@ -171,7 +174,8 @@ class ViTTrainer(Trainer):
         self.has_started = self.stopped = False
         self.graceful_stop.signal = 0
         self.ema, self._unfinished_checkpoint = None, None
-        for dataset in (self.train_dataset, self.eval_dataset):
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for dataset in (self.train_dataset, *(evaluated.values() if self.args.eval_strategy != "no" else ())):
             if isinstance(dataset, ImageClassificationDataset):
                 dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
@@ -279,7 +283,7 @@ class ViTTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(rows, ImageClassificationDataset):
-            if _batch_transform_of(rows) is not None:
+            if not hasattr(rows, "batch_transform") and _batch_transform_of(rows) is not None:
                 raise UserError(
                     "A Subset cannot be trained on: its images would look the same in every epoch. Make an "
                     "ImageClassificationDataset of rows.select(...) instead."
