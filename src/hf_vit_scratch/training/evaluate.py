@@ -114,8 +114,8 @@ def load_rows(
     The splits of the run's own data are cut as the run cut them, so that no training image is in the test split.
     """
     begun = Recipe() if run is None else Recipe.load(run) or Recipe()
-    places = (begun.data, args.data.data)  # the project may have been moved
-    own = next((place for place in places if place and local_path(place).exists()), args.data.data)
+    is_there = begun.data != "" and local_path(begun.data).exists()  # the project may have been moved
+    own = begun.data if is_there else args.data.data
     if data is not None and absolute(data) != absolute(own):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
