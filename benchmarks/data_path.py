@@ -37,7 +37,7 @@ from transformers import ViTImageProcessor
 
 from hf_vit_scratch.data import dataset as dataset_module
 from hf_vit_scratch.data.augmentation import Augmentation
-from hf_vit_scratch.data.dataset import ImageClassificationDataset, collate
+from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset, collate
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler, Sample
@@ -126,8 +126,8 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     processor = ViTImageProcessor(size={"height": 224, "width": 224}, do_convert_rgb=True)
     mixing = Mixup(2, mixup_alpha=0.8, cutmix_alpha=1.0)
     files = rows(photographs, PHOTOGRAPHS)
-    decoded = ImageClassificationDataset(files, processor, [augment], mixing=mixing)
-    cached = ImageClassificationDataset(files, processor, [augment], mixing=mixing, cache_images=True)
+    decoded = ImageClassificationDataset(files, BatchTransform(processor, [augment], mixing))
+    cached = ImageClassificationDataset(files, BatchTransform(processor, [augment], mixing), cache_images=True)
     with patch.object(dataset_module, "DECODED_BYTES_KEPT", 0):  # as if there were more of them
         cached.keep_decoded(device)
 
@@ -154,10 +154,10 @@ def parts(device: torch.device, workers: list[int]) -> Iterator[tuple[str, Calla
     processor = ViTImageProcessor(size={"height": 32, "width": 32}, do_convert_rgb=True)
     crop = Augmentation((32, 32), crop_padding=4, horizontal_flip_prob=0.5)
     files = rows(small, SMALL_IMAGES)
-    dataset = ImageClassificationDataset(files, processor, [crop])
+    dataset = ImageClassificationDataset(files, BatchTransform(processor, [crop]))
     for number in workers:
         yield f"32x32: decoded for each batch, {number} workers", partial(loading, dataset, number, device)
-    kept = ImageClassificationDataset(files, processor, [crop])
+    kept = ImageClassificationDataset(files, BatchTransform(processor, [crop]))
     assert kept.keep_decoded(device)
     yield f"32x32: kept on {device.type}", partial(loading, kept, 0, device)
 

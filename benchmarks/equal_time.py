@@ -37,7 +37,8 @@ from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed.hardware import bf16_is_fast
 from hf_vit_scratch.speed.optimize import example_batch_for, optimize
 from hf_vit_scratch.training import steps as training_steps
-from hf_vit_scratch.training.optimizers import MuonWithAdamW, parameter_groups
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.optimizers import build_optimizer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -121,10 +122,8 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
     """Return a function that takes one step on random images of a size and returns its seconds."""
-    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.05, muon=True)
-    optimizer = MuonWithAdamW(
-        groups, muon_dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32, lr=1e-3, fused=True
-    )
+    args = ViTTrainingArguments("unused", muon=True, learning_rate=1e-3, weight_decay=0.05)
+    optimizer = build_optimizer(model, args, torch.optim.AdamW, {"fused": True})
 
     def step(size: int) -> float:
         images = torch.randn(BATCH, 3, size, size)

@@ -145,7 +145,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     from transformers import ViTImageProcessor
 
     from hf_vit_scratch.data.augmentation import Augmentation
-    from hf_vit_scratch.data.dataset import ImageClassificationDataset
+    from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
     from hf_vit_scratch.data.mixup import Mixup
     from hf_vit_scratch.data.splits import load_splits
     from hf_vit_scratch.speed.hardware import keep_freed_memory
@@ -162,8 +162,8 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     processor = ViTImageProcessor(size={"height": side, "width": side}, do_convert_rgb=True)
     augment = Augmentation((side, side), **settings["augmentation"])
     mixing = Mixup(classes, **settings["mixing"], label_smoothing=0.1)
-    train = ImageClassificationDataset(splits["train"], processor, [augment, None], mixing, seed)
-    test = ImageClassificationDataset(splits["test"], processor)
+    train = ImageClassificationDataset(splits["train"], BatchTransform(processor, [augment, None], mixing, seed))
+    test = ImageClassificationDataset(splits["test"], BatchTransform(processor))
     model = build_timm(method, config, side, classes)
     for dataset in (train, test):
         dataset.keep_decoded(torch.device("cpu"))

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageClassification, TrainerCallback, ViTIm
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
-from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
@@ -50,7 +50,9 @@ def digits():
     """The training and validation images of the digits."""
     splits = load_splits("digits")
     processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
-    return tuple(ImageClassificationDataset(splits[name], processor) for name in ("train", "validation"))
+    return tuple(
+        ImageClassificationDataset(splits[name], BatchTransform(processor)) for name in ("train", "validation")
+    )
 
 
 def arguments(folder, **more):

@@ -253,7 +253,10 @@ def test_destination_that_holds_something_is_refused(tmp_path, capsys):
             lambda path: ResNetModel(ResNetConfig(hidden_sizes=[8], depths=[1])).save_pretrained(path),
             "holds ResNetModel; it must be one of ViTModel",
         ),
-        (lambda path: BertModel(BertConfig(**BERT)).save_pretrained(path), "A BertModel has no patch embedding: use"),
+        (
+            lambda path: BertModel(BertConfig(**BERT)).save_pretrained(path),
+            "holds BertModel; it must be one of ViTModel",
+        ),
         (lambda path: ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(path), "a ViTScratch model already."),
         (lambda path: path.mkdir(), "holds no config.json."),
         (lambda path: None, "is no file, no folder, and no name on the Hub."),

@@ -12,7 +12,7 @@ from test_train_script import SMALL, train
 from transformers import AutoModelForMaskedImageModeling, ViTImageProcessor
 
 from hf_vit_scratch.data.augmentation import Augmentation
-from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.masking import MaskedImageDataset, random_masks
 from hf_vit_scratch.data.sampler import Sample
 from hf_vit_scratch.data.splits import load_splits
@@ -30,7 +30,7 @@ def make_dataset(photographs):
     processor = ViTImageProcessor(size={"height": 16, "width": 24})
 
     def make(dataset_class=MaskedImageDataset, stages=(), seed=0, **masking):
-        return dataset_class(rows, processor, stages, None, seed, **masking)
+        return dataset_class(rows, BatchTransform(processor, stages, None, seed), **masking)
 
     return make
 

@@ -18,7 +18,7 @@ from transformers import ViTImageProcessor
 
 import vit_scratch
 from hf_vit_scratch.data.augmentation import Augmentation
-from hf_vit_scratch.data.dataset import collate
+from hf_vit_scratch.data.dataset import BatchTransform, collate
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.splits import load_splits
@@ -75,7 +75,7 @@ def make_stream(folder):
     def make(stages=(PLAIN,), mixing=None, seed=0, **arguments):
         processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.0] * 3, image_std=[1.0] * 3)
         arguments = {"batch_size": 5, "stage_of_batch": [0], "buffer_size": 30} | arguments
-        return ImageClassificationStream(rows, processor, stages, mixing, seed, **arguments)
+        return ImageClassificationStream(rows, BatchTransform(processor, stages, mixing, seed), **arguments)
 
     return make
 
@@ -145,7 +145,9 @@ def test_broken_images_are_left_out_of_whole_batches(augment, tmp_path):
     processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.0] * 3, image_std=[1.0] * 3)
 
     def batches(first_batch=0, **options):
-        stream = ImageClassificationStream(rows, processor, [augment], batch_size=2, stage_of_batch=[0], **options)
+        stream = ImageClassificationStream(
+            rows, BatchTransform(processor, [augment]), batch_size=2, stage_of_batch=[0], **options
+        )
         stream.first_batch = first_batch
         return list(itertools.islice(stream, 12))
 
@@ -310,7 +312,8 @@ def test_lists_of_classes_are_streamed(tmp_path):
     rows, splits = stream_splits(str(tmp_path))
     processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.0] * 3, image_std=[1.0] * 3)
 
-    batch = next(iter(ImageClassificationStream(rows, processor, [None], batch_size=20, stage_of_batch=[0])))
+    transform = BatchTransform(processor, [None])
+    batch = next(iter(ImageClassificationStream(rows, transform, batch_size=20, stage_of_batch=[0])))
 
     for shade, target in zip(shades([batch]), batch["labels"].tolist(), strict=True):
         assert [place for place, value in enumerate(target) if value] == sorted({shade % 3, (shade + shade % 2) % 3})

@@ -14,7 +14,7 @@ from transformers import ViTImageProcessor
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data import dataset as data
 from hf_vit_scratch.data.augmentation import training_stages
-from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
@@ -56,8 +56,8 @@ def trained(rows, policy, folder, workers, start=None, **options):
     trainer = ViTTrainer(
         model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)),
         args=args,
-        train_dataset=ImageClassificationDataset(rows, processor, stages, mixing, seed=3, **options),
-        eval_dataset=ImageClassificationDataset(rows, processor),
+        train_dataset=ImageClassificationDataset(rows, BatchTransform(processor, stages, mixing, seed=3), **options),
+        eval_dataset=ImageClassificationDataset(rows, BatchTransform(processor)),
         stage=stage,
     )
     trainer.train()

@@ -25,6 +25,7 @@ from transformers import ViTImageProcessor
 from hf_vit_scratch.data import images as image_files
 from hf_vit_scratch.data import splits as data_splits
 from hf_vit_scratch.data.augmentation import Augmentation
+from hf_vit_scratch.data.dataset import BatchTransform
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.data.streaming import ImageClassificationStream
@@ -314,7 +315,7 @@ def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photogr
         rows = load_splits(str(tmp_path / "data"), streaming=True)["train"]
         processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
         stages, order = [Augmentation((8, 8))], {"batch_size": 5, "stage_of_batch": [0], "buffer_size": 5}
-        return list(itertools.islice(ImageClassificationStream(rows, processor, stages, None, 0, **order), 16))
+        return list(itertools.islice(ImageClassificationStream(rows, BatchTransform(processor, stages), **order), 16))
 
     with pytest.raises(UserError, match="to stream, the images must be in the rows themselves"):
         read()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,17 +14,23 @@ from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel, g
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.optimizers import (
+    RESOLUTION,
     BatchedMuon,
     MuonWithAdamW,
+    follow_progress,
     layer_number,
     orthogonalize,
     parameter_groups,
-    schedule_by_progress,
 )
 
 
 def tiny_model(**fields):
     return randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"norm_first": True} | fields)), 0.1)
+
+
+def grouped(model, **fields):
+    defaults = {"layer_decay": 1.0, "muon": False, "muon_learning_rate": None}
+    return parameter_groups(model, SimpleNamespace(**defaults | fields))
 
 
 def by_name(model, groups):
@@ -44,7 +51,7 @@ def test_layers_are_numbered_from_the_embeddings_to_the_head():
 def test_layer_decay_gives_the_stated_rates():
     model = tiny_model()
 
-    groups = parameter_groups(model, learning_rate=0.1, weight_decay=0.05, layer_decay=0.5)
+    groups = grouped(model, learning_rate=0.1, weight_decay=0.05, layer_decay=0.5)
 
     rates = {name: group["lr"] for name, group in by_name(model, groups).items()}
     assert rates["classifier.weight"] == rates["vit.layernorm.bias"] == 0.1
@@ -58,7 +65,7 @@ def test_layer_decay_gives_the_stated_rates():
 def test_muon_takes_the_matrices_of_the_layers_and_nothing_else():
     model = tiny_model()
 
-    groups = by_name(model, parameter_groups(model, learning_rate=0.1, weight_decay=0.05, muon=True))
+    groups = by_name(model, grouped(model, learning_rate=0.1, weight_decay=0.05, muon=True))
 
     of_muon = {name for name, group in groups.items() if group["muon"]}
     assert of_muon == {
@@ -73,11 +80,11 @@ def test_frozen_parameters_are_left_out():
     model = tiny_model()
     model.vit.requires_grad_(False)
 
-    groups = by_name(model, parameter_groups(model, learning_rate=0.1, weight_decay=0.0))
+    groups = by_name(model, grouped(model, learning_rate=0.1, weight_decay=0.0))
 
     assert set(groups) == {"classifier.weight", "classifier.bias"}
     with pytest.raises(UserError, match=r"muon needs matrices to train: all parameters of the layers are frozen"):
-        MuonWithAdamW(parameter_groups(model, learning_rate=0.1, weight_decay=0.0, muon=True))
+        MuonWithAdamW(grouped(model, learning_rate=0.1, weight_decay=0.0, muon=True))
 
 
 def with_gradients(model, seed=0):
@@ -91,7 +98,7 @@ def test_update_of_a_hidden_matrix_is_nearly_orthogonal_and_of_the_size_of_adamw
     model = with_gradients(tiny_model(hidden_size=64, intermediate_size=128))
     weight = model.vit.layers[0].mlp.fc1.weight  # (128, 64)
     before = weight.detach().clone()
-    groups = parameter_groups(model, learning_rate=0.01, weight_decay=0.0, muon=True)
+    groups = grouped(model, learning_rate=0.01, weight_decay=0.0, muon=True)
 
     MuonWithAdamW(groups).step()
 
@@ -120,18 +127,18 @@ def test_muon_multiplies_in_float32_where_asked(shape):
 
 def test_model_of_another_library_needs_layers_for_layer_decay_only():
     resnet = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))  # has no num_hidden_layers
-    assert len(parameter_groups(resnet, learning_rate=0.1, weight_decay=0.1)) == 2
+    assert len(grouped(resnet, learning_rate=0.1, weight_decay=0.1)) == 2
     dinov2 = Dinov2Model(Dinov2Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     with pytest.raises(UserError, match=r"need parameters named layers\.0 and so on; Dinov2Model has none"):
-        parameter_groups(dinov2, learning_rate=0.1, weight_decay=0.1, layer_decay=0.5)
+        grouped(dinov2, learning_rate=0.1, weight_decay=0.1, layer_decay=0.5)
 
 
 def test_the_two_parts_step_as_the_two_optimizers_alone():
     model, twin = (with_gradients(tiny_model()) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = MuonWithAdamW(parameter_groups(model, learning_rate=0.01, weight_decay=0.1, muon=True), **options)
-    groups = parameter_groups(twin, learning_rate=0.01, weight_decay=0.1, muon=True)
+    optimizer = MuonWithAdamW(grouped(model, learning_rate=0.01, weight_decay=0.1, muon=True), **options)
+    groups = grouped(twin, learning_rate=0.01, weight_decay=0.1, muon=True)
     alone = [
         torch.optim.Muon([group for group in groups if group["muon"]], adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([group for group in groups if not group["muon"]], **options),
@@ -209,7 +216,7 @@ def test_normuon_keeps_an_update_of_zeros():
 def test_optimizer_that_is_loaded_goes_on_as_the_saved_one(beta2):
     model = with_gradients(tiny_model())
     make = lambda m: MuonWithAdamW(  # noqa: E731
-        parameter_groups(m, learning_rate=0.01, weight_decay=0.1, muon=True), muon_beta2=beta2
+        grouped(m, learning_rate=0.01, weight_decay=0.1, muon=True), muon_beta2=beta2
     )
     optimizer = make(model)
     optimizer.step()
@@ -236,10 +243,13 @@ def test_optimizer_that_is_loaded_goes_on_as_the_saved_one(beta2):
         ("warmup_stable_decay", {"num_decay_steps": 20}, {"num_decay_steps": 2000}),
     ],
 )
-def test_schedule_by_progress_equals_the_stock_one_where_progress_is_the_share_of_steps(name, kwargs, in_shares):
+def test_schedule_that_follows_progress_equals_the_stock_one_where_progress_is_the_share_of_steps(
+    name, kwargs, in_shares
+):
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5) for _ in range(2))
     step = 0
-    by_progress = schedule_by_progress(name, ours, lambda: step / 100, 0.1, in_shares)
+    of_shares = get_scheduler(name, ours, RESOLUTION // 10, RESOLUTION, scheduler_specific_kwargs=in_shares)
+    by_progress = follow_progress(of_shares, lambda: step / 100)
     stock = get_scheduler(name, theirs, 10, 100, scheduler_specific_kwargs=kwargs)
 
     for step in range(1, 101):  # noqa: B007

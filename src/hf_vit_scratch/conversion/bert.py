@@ -29,7 +29,7 @@ FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps",
     "initializer_range", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
-ACCEPTED = PRE_LN | {"norm_first": (False,), "pooling": ("cls",), "qkv_bias": (True,)}
+ACCEPTED = PRE_LN | {"norm_first": (False,), "pooling": ("cls",)}
 PROJECTION = "embeddings.patch_embeddings.projection"
 
 

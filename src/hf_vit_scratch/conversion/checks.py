@@ -13,11 +13,10 @@ from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
 from .names import load_weights
 
-# Values of our fields that the other libraries can express; each converter adds its own.
+# Values of our fields that the other libraries can express; each converter adds its own. Weights show the rest.
 PRE_LN: dict[str, Sequence[Any]] = {
     "norm_first": (True,),
     "position_embedding_type": ("learned", "sincos2d"),  # one table of positions, a parameter elsewhere
-    "qk_norm": (False,),
     "is_causal": (False,),
     "label_scale": (None,),
 }
@@ -32,19 +31,12 @@ def require_class(module: object, classes: Iterable[type], caller: str) -> None:
         raise UserError(f"{caller} takes {names} of {library}, got {type(module).__name__}.")
 
 
-def require_values(
-    model: ViTScratchPreTrainedModel,
-    caller: str,
-    accepted: Mapping[str, Sequence[Any]],
-    square: bool = False,
-) -> None:
+def require_values(model: ViTScratchPreTrainedModel, caller: str, accepted: Mapping[str, Sequence[Any]]) -> None:
     """Refuse a model whose fields have other values than the accepted ones."""
     config = model.config
     wrong = [
         f"{name}={getattr(config, name)!r}" for name, values in accepted.items() if getattr(config, name) not in values
     ]
-    sizes = {"image_size": config.image_height_width, "patch_size": config.patch_height_width} if square else {}
-    wrong += [f"{name}={list(size)}, which is not square" for name, size in sizes.items() if size[0] != size[1]]
     if wrong:
         raise UserError(f"{caller}: the other library has no counterpart of {', '.join(wrong)}.")
 

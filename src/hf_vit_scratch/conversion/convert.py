@@ -130,14 +130,8 @@ def _load_module(source: str) -> nn.Module:
     classes = {cls.__name__: cls for cls in (*CLASSES, *CLASSES.values())}
     architecture = (config.get("architectures") or ["nothing"])[0]
     if architecture not in classes:
-        hints = {
-            "bert": " A BertModel has no patch embedding: use hf_vit_scratch.conversion.convert.from_bert.",
-            "deit": " We have no counterpart of a distillation token.",
-        }
-        raise UserError(
-            f"{source} holds {architecture}; it must be one of {', '.join(cls.__name__ for cls in CLASSES)}."
-            + hints.get(config.get("model_type", ""), "")
-        )
+        known = ", ".join(cls.__name__ for cls in CLASSES)
+        raise UserError(f"{source} holds {architecture}; it must be one of {known}.")
     with _reading(source):
         module, report = cast(Any, classes[architecture]).from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True

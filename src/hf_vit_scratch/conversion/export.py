@@ -145,12 +145,11 @@ def _quantize(source: Path, target: Path, calibration: Sequence[NDArray[Any]]) -
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
-    class Reader(CalibrationDataReader):
-        images = iter(calibration)
+    inputs = iter([{"images": image} for image in calibration])
 
+    class Reader(CalibrationDataReader):
         def get_next(self) -> dict[str, NDArray[Any]] | None:
-            image = next(self.images, None)
-            return None if image is None else {"images": image}
+            return next(inputs, None)
 
     graph = onnx.load(source, load_external_data=False).graph
     weights = {weight.name for weight in graph.initializer}

@@ -117,13 +117,11 @@ def limit(kind: str, dtype: torch.dtype, std: float) -> float:
     return 1e-8 if kind == "gradients" else 1e-10
 
 
-def measure(
-    peer: Peer, direction: str, dtype: torch.dtype, std: float, spoil: Callable[[Any], None] | None = None
-) -> dict[str, float]:
+def measure(peer: Peer, direction: str, dtype: torch.dtype, std: float) -> dict[str, float]:
     """Return the largest absolute differences between a model and what it was converted to.
 
     All parameters are random, with the standard deviation `std`. The direction is `"from"` the peer to ours, or `"to"`
-    the peer. Tests let `spoil` change our model before the comparison.
+    the peer.
 
     Returns:
         One number for each of `KINDS` that the peer shows: the outputs, the hidden states from the embeddings to the
@@ -138,8 +136,6 @@ def measure(
         theirs = peer.to_theirs(randomize_(ours, std, generator))
     if peer.gives_attentions:
         ours.set_attn_implementation("eager")
-    if spoil is not None:
-        spoil(ours)
 
     config = ours.config
     pixels = torch.randn(3, config.num_channels, *config.image_height_width, generator=generator, dtype=torch.float64)

@@ -25,7 +25,6 @@ TIMM = {
     "fc_norm": "layernorm",  # timm has one or the other
     "head": "classifier",
 }
-ACCEPTED = PRE_LN | {"classifier_hidden_size": (None,)}
 # transformers' names of activations by their class: that of timm, or of a model that `to_timm` has made.
 ACTIVATIONS = {
     **{getattr(entry, "__name__", ""): name for name, entry in ACT2CLS.items()},
@@ -74,7 +73,7 @@ def to_timm(model: ViTScratchPreTrainedModel) -> Any:
     """Convert our classifier to timm's `VisionTransformer`, and a `ViTScratchModel` to one without a head."""
     vision_transformer = timm_class("to_timm")
     require_class(model, (ViTScratchModel, ViTScratchForImageClassification), "to_timm")
-    require_values(model, "to_timm", ACCEPTED)
+    require_values(model, "to_timm", PRE_LN)
     from timm.layers import LayerNorm
 
     config = model.config

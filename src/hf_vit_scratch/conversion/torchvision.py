@@ -29,13 +29,7 @@ TORCHVISION = {
     "heads": "classifier",  # replaced by one linear layer
     "heads.0": "classifier",
 }
-ACCEPTED = PRE_LN | {
-    "pooling": ("cls",),
-    "fc_norm": (False,),
-    "qkv_bias": (True,),
-    "hidden_act": ("gelu",),
-    "num_channels": (3,),
-}
+ACCEPTED = PRE_LN | {"pooling": ("cls",), "fc_norm": (False,), "hidden_act": ("gelu",)}
 
 
 def _to_our_weights(vit: nn.Module) -> dict[str, Tensor]:
@@ -70,7 +64,7 @@ def to_torchvision(model: ViTScratchPreTrainedModel) -> Any:
     require_class(model, (ViTScratchForImageClassification, ViTScratchModel), "to_torchvision")
     config = model.config
     head = {} if config.classifier_hidden_size is None else {"classifier_act": ("tanh",)}
-    require_values(model, "to_torchvision", ACCEPTED | head, square=True)
+    require_values(model, "to_torchvision", ACCEPTED | head)
     vit = VisionTransformer(
         image_size=config.image_height_width[0],
         patch_size=config.patch_height_width[0],

@@ -26,7 +26,7 @@ FIELDS = (
     "intermediate_size", "hidden_act", "qkv_bias", "layer_norm_eps", "initializer_range", "hidden_dropout_prob",
     "attention_probs_dropout_prob", "id2label", "label2id", "problem_type",
 )  # fmt: skip
-ACCEPTED = PRE_LN | {"pooling": ("cls",), "fc_norm": (False,), "classifier_hidden_size": (None,)}
+ACCEPTED = PRE_LN | {"pooling": ("cls",), "fc_norm": (False,)}
 
 
 def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
@@ -53,7 +53,7 @@ def to_vit(model: ViTScratchPreTrainedModel) -> Any:
     """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler."""
     require_class(model, CLASSES.values(), "to_vit")
     makes_images = isinstance(model, ViTScratchForMaskedImageModeling)
-    require_values(model, "to_vit", ACCEPTED, square=makes_images)
+    require_values(model, "to_vit", ACCEPTED)
     config, state = ViTConfig(**{name: getattr(model.config, name) for name in FIELDS}), weights_of(model)
     if makes_images:
         config.image_size, config.patch_size = model.config.image_height_width[0], model.config.patch_height_width[0]

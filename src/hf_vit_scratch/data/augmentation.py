@@ -82,10 +82,5 @@ def training_stages(
             f"whole; got {first} and {last}."
         )
     first_size: Any = ((args.initial_image_size or image_size) * 2)[:2]
-    stages = [
-        (first, Augmentation(tuple(first_size), **choices)),
-        (1 - last, Augmentation(image_size, **choices)),
-        (1.0, None),
-    ]
-    ends = [end for end, _ in stages[:-1]]
-    return [augment for _, augment in stages], lambda progress: sum(progress >= end for end in ends)
+    stages = [Augmentation(tuple(first_size), **choices), Augmentation(image_size, **choices), None]
+    return stages, lambda progress: (progress >= first) + (progress >= 1 - last)

@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from accelerate import PartialState
 from datasets import Dataset
@@ -23,37 +23,26 @@ from .images import BLOCK
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int, int]  # images, height, width, 3: the order in which crops are fast
+KeptImages = Tensor | Path  # uint8 images of a shape, or the .npy file that holds them
 
 
-@dataclass
-class ImageCache:
-    """uint8 images of one size.
-
-    Args:
-        shape: (N, height, width, 3).
-        images: A tensor of this shape, or the file that holds it. Each process, and each worker, maps the file anew.
-    """
-
-    shape: Shape
-    images: Tensor | Path
-
-    def read(self, indices: list[int]) -> Tensor:
-        """Return images (B, 3, height, width), on their device."""
-        images = _map(self.images, self.shape) if isinstance(self.images, Path) else self.images
-        places = torch.tensor(indices).to(images.device, non_blocking=True)
-        return images.index_select(0, places).permute(0, 3, 1, 2)
+def read(kept: KeptImages, indices: list[int]) -> Tensor:
+    """Return images (B, 3, height, width), on their device. Each process, and each worker, maps a file anew."""
+    images = torch.from_numpy(np.load(kept, mmap_mode="c")) if isinstance(kept, Path) else kept
+    places = torch.tensor(indices).to(images.device, non_blocking=True)
+    return images.index_select(0, places).permute(0, 3, 1, 2)
 
 
-def keep_in_memory(shape: Shape, decode_into: Callable[[Tensor], None], device: torch.device) -> ImageCache:
+def keep_in_memory(shape: Shape, decode_into: Callable[[Tensor], None], device: torch.device) -> Tensor:
     """Let a function decode all images into a tensor, and move it to the device if that has enough memory."""
     images = torch.empty(shape, dtype=torch.uint8)
     decode_into(images)
     with suppress(torch.OutOfMemoryError):
         images = images.to(device)
-    return ImageCache(shape, images)
+    return images
 
 
-def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Dataset, resample: Any) -> ImageCache:
+def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Dataset, resample: Any) -> Path:
     """Let a function decode all images into a file, unless an earlier run did.
 
     The file is in the cache of `datasets`. Its name follows from the shape, the filter of resizing, and the encoded
@@ -67,7 +56,7 @@ def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Data
         for row in rows.select_columns("image")[start : start + BLOCK]["image"]:
             digest.update(_identity(row))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
-    file = folder / f"{digest.hexdigest()[:16]}.uint8"
+    file = folder / f"{digest.hexdigest()[:16]}.npy"
     with PartialState().local_main_process_first():
         if not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -80,15 +69,11 @@ def keep_in_file(shape: Shape, decode_into: Callable[[Tensor], None], rows: Data
             logger.info("Decoding %d images into %s (%.1f GB), once.", len(rows), file, needed / 1e9)
             aside = file.with_suffix(f".{os.getpid()}")
             try:
-                decode_into(_map(aside, shape, shared=True))
+                decode_into(torch.from_numpy(np.lib.format.open_memmap(aside, "w+", np.uint8, shape)))
                 aside.rename(file)
             finally:
                 aside.unlink(missing_ok=True)
-    return ImageCache(shape, file)
-
-
-def _map(file: Path, shape: Shape, shared: bool = False) -> Tensor:
-    return torch.from_file(str(file), shared=shared, size=math.prod(shape), dtype=torch.uint8).view(shape)
+    return file
 
 
 def _identity(row: dict[str, Any] | None) -> bytes:

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import numpy as np
@@ -25,7 +25,7 @@ from transformers.image_utils import SizeDict
 from ..errors import UserError
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
-from .cache import ImageCache, keep_in_file, keep_in_memory
+from .cache import KeptImages, keep_in_file, keep_in_memory, read
 from .images import BLOCK, decode_image, map_images, refuse_other_preprocessing, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
@@ -69,11 +69,6 @@ class BatchTransform:
         if self.mixing is not None and not self.stages:
             raise UserError("mixing needs the stages of training: those of training_stages, for example.")
 
-    @property
-    def is_random(self) -> bool:
-        """Whether a stage augments images."""
-        return any(stage is not None for stage in self.stages)
-
     def image_size(self, stage: int | None) -> tuple[int, int]:
         """Return the height and width of the model's inputs in a stage, in pixels."""
         augmentation = None if stage is None else self.stages[stage]
@@ -89,13 +84,11 @@ class BatchTransform:
     def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
         """Decode an image as in `decode_image`: uint8 (3, height, width), for training reduced if it is large."""
         # Evaluation sees the pixels of a pipeline.
-        image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.is_random else None)
+        image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.stages else None)
         return TF.pil_to_tensor(image)
 
     def resize(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
-        if images.shape[-2:] == size:
-            return images
         new = SizeDict(height=size[0], width=size[1])
         return self.image_processor.resize(images, new, resample=self.image_processor.resample)
 
@@ -152,29 +145,20 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     Args:
         rows: A split of `load_splits`, or other rows with a column `image` and a column `label` as in `targets.py`.
-        image_processor: As in `BatchTransform`. It is saved with the model, so that a pipeline sees what the model was
-            evaluated on.
-        options: Other arguments of `BatchTransform`; for evaluation, none.
+        batch_transform: Makes the model's inputs; for evaluation, without stages. Its image processor is saved with
+            the model, so that a pipeline sees what the model was evaluated on.
         cache_images: Whether `keep_decoded` keeps images in a file if they are too many for memory.
     """
 
-    def __init__(
-        self,
-        rows: Dataset,
-        image_processor: ViTImageProcessor,
-        *options: Any,
-        cache_images: bool = False,
-        **named_options: Any,
-    ):
+    def __init__(self, rows: Dataset, batch_transform: BatchTransform, cache_images: bool = False):
         if missing := {"image", "label"} - {*rows.column_names}:
             raise UserError(f"rows must have the columns image and label, but there is no {' and no '.join(missing)}.")
         self.rows = rows.cast_column("image", datasets.Image(decode=False))
-        self.batch_transform = BatchTransform(image_processor, *options, **named_options)
-        self.image_processor = image_processor
-        self.stages = self.batch_transform.stages
+        self.batch_transform = batch_transform
+        self.image_processor = batch_transform.image_processor
         self.cache_images = cache_images
         self.labels = torch.from_numpy(targets_of(rows))
-        self._cache: ImageCache | None = None
+        self._kept: KeptImages | None = None
         self._is_in_memory: bool | None = None  # unknown yet
 
     def __len__(self) -> int:
@@ -205,12 +189,12 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             place = "decoded again for each batch"
             if self._is_in_memory:
                 device = device if device.type in TRANSFORM_DEVICES else torch.device("cpu")
-                self._cache = keep_in_memory(shape, self._decode_into, device)
-                place = f"kept on {cast(Tensor, self._cache.images).device}, so that worker processes are not needed"
+                self._kept = images = keep_in_memory(shape, self._decode_into, device)
+                place = f"kept on {images.device}, so that worker processes are not needed"
             elif self.cache_images:
-                self._cache = keep_in_file(shape, self._decode_into, self.rows, self.image_processor.resample)
-                place = f"kept in {self._cache.images}"
-            if self.batch_transform.is_random:  # one line for the training images is enough
+                self._kept = keep_in_file(shape, self._decode_into, self.rows, self.image_processor.resample)
+                place = f"kept in {self._kept}"
+            if self.batch_transform.stages:  # one line for the training images is enough
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
         return self._is_in_memory
@@ -237,9 +221,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=None, row=key) for key in keys]
         indices = [sample.row for sample in samples]
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
-        stage = samples[0].stage if self.stages else None  # the sampler mixes no stages in a batch
-        if self._cache is not None:
-            images = self.batch_transform.crop(self._cache.read(indices), numbers, stage).contiguous()
+        stage = samples[0].stage if self.batch_transform.stages else None  # the sampler mixes no stages in a batch
+        if self._kept is not None:
+            images = self.batch_transform.crop(read(self._kept, indices), numbers, stage).contiguous()
         else:
             rows = zip(self.rows[indices]["image"], numbers, strict=True)
             images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])

@@ -1,6 +1,5 @@
 """Images that belong together, near duplicates and the groups of `--group_by`, and splits that do not part them."""
 
-import csv
 import logging
 import re
 from itertools import combinations
@@ -8,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from datasets import Dataset
 from numpy.typing import NDArray
 from pyarrow import compute
@@ -55,10 +55,8 @@ def keep_together(
     links = pairs
     if args.group_by is not None:
         named = [name for rows in splits.values() for name in _group_names(args, rows)]
-        names = np.unique(named, return_inverse=True)[1]
-        order = names.argsort(kind="stable")
-        neighbors = np.stack((order[:-1], order[1:]), axis=1)
-        links = np.concatenate((pairs, neighbors[names[order[:-1]] == names[order[1:]]]))
+        _, first, names = np.unique(named, return_index=True, return_inverse=True)
+        links = np.concatenate((pairs, np.column_stack((np.arange(len(names)), first[names]))))
     graph = coo_array((np.ones(len(links), bool), links.T), shape=(len(places), len(places)))
     groups = connected_components(graph, directed=False)[1]
     for earlier, later in combinations(splits, 2):
@@ -136,13 +134,12 @@ def _list_near_duplicates(
     )
     if listing is not None:
         paths = [(row, path) for rows in splits.values() for row, path in enumerate(paths_of(rows))]
-        names = [path or f"image {row}" for row, path in paths]
+        names = np.array([path or f"image {row}" for row, path in paths], object)
+        one, other = pairs.T
+        columns = {"image_1": names[one], "split_1": places[one], "image_2": names[other], "split_2": places[other]}
+        table = pd.DataFrame(columns | {"same_label": same})
         listing.parent.mkdir(parents=True, exist_ok=True)
-        with listing.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["image_1", "split_1", "image_2", "split_2", "same_label"])
-            for (one, other), alike in zip(pairs.tolist(), same.tolist(), strict=True):
-                table.writerow([names[one], places[one], names[other], places[other], alike])
+        table.to_csv(listing, index=False, errors="surrogateescape")
 
 
 def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray[Any] | None, seed: int) -> None:

@@ -77,11 +77,8 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
 def warn_of_others(folder: Path, others: Counter[str]) -> None:
     """Log which files of a folder are not used, by the second result of `find_image_files`."""
     if others:
-        most_first = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-        listed = ", ".join(f"{number} {suffix}" for suffix, number in most_first[:5])
-        if len(most_first) > 5:
-            listed += f", {sum(number for _, number in most_first[5:])} more"
-        logger.warning("%s: files that are no images by their names are not used: %s", folder, listed)
+        listed = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
+        logger.warning("%s: %d files are no images by their names: %s", folder, others.total(), listed)
 
 
 @contextmanager
@@ -143,11 +140,8 @@ def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int
 
 
 def map_images(function: Callable[[int, dict[str, Any]], Result], rows: Dataset) -> Iterator[Result]:
-    """Yield what a function returns for the number and the encoded image of each row, by several threads.
-
-    The column `image` must be of `datasets.Image(decode=False)`.
-    """
-    is_large = False
+    """Yield what a function returns for the number and the encoded image of each row, by several threads."""
+    rows, is_large = rows.cast_column("image", datasets.Image(decode=False)), False
     with suppress(UserError):  # which the function raises, if it needs that image
         is_large = math.prod(size_and_mode(rows[0]["image"], name="image 0")[0]) >= PIXELS_FOR_THREADS
     # `open_image` changes the filters of warnings, which threads share: they are restored at the end.

@@ -46,7 +46,7 @@ class MaskedImageDataset(ImageClassificationDataset):
         self.patch_size = patch_size
         self.mask_ratio = mask_ratio
         self.unit = unit
-        for stage in (None, *range(len(self.stages))):
+        for stage in (None, *range(len(self.batch_transform.stages))):
             height, width = self.batch_transform.image_size(stage)
             if height % unit[0] or width % unit[1]:
                 raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import datasets
 import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
@@ -35,8 +34,7 @@ def find_near_duplicates(splits: Iterable[Dataset]) -> NDArray[np.int64]:
         image = decode_image(row, f"image {number}", enough=2 * SIDE)
         return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
 
-    encoded = [rows.cast_column("image", datasets.Image(decode=False)) for rows in splits]
-    return compare(np.stack([image for rows in encoded for image in map_images(shrink, rows)]))
+    return compare(np.stack([image for rows in splits for image in map_images(shrink, rows)]))
 
 
 def compare(images: NDArray[np.uint8]) -> NDArray[np.int64]:

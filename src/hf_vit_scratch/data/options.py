@@ -2,14 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import UserError
-
-CORRUPT_POLICIES = ("raise", "skip")
-NEAR_DUPLICATES = ("keep_together", "drop", "ignore")
-CLASS_WEIGHTINGS = ("none", "balanced")
-AUGMENT_POLICIES = ("none", "randaugment", "trivialaugment")
 
 Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
 BETWEEN: Rule = ("lie between 0 and 1", lambda value: 0 < value < 1)
@@ -19,21 +14,17 @@ CONCENTRATION: Rule = ("be 0 or more", lambda value: 0 <= value < float("inf"))
 RULES: dict[str, Rule] = {
     "validation_fraction": BETWEEN,
     "test_fraction": BETWEEN,
-    "corrupt_images": (f"be one of {', '.join(CORRUPT_POLICIES)}", lambda value: value in CORRUPT_POLICIES),
-    "near_duplicates": (f"be one of {', '.join(NEAR_DUPLICATES)}", lambda value: value in NEAR_DUPLICATES),
     "random_resized_crop_scale": ("lie in (0, 1]", lambda value: value is None or 0 < value <= 1),
     "horizontal_flip_prob": PROBABILITY,
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
     "translate": SHARE,
     "scale": SHARE,
-    "auto_augment": (f"be one of {', '.join(AUGMENT_POLICIES)}", lambda value: value in AUGMENT_POLICIES),
     "randaugment_num_ops": ("be at least 1", lambda value: value >= 1),
     "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),
     "random_erasing_prob": PROBABILITY,
     "mixup_alpha": CONCENTRATION,
     "cutmix_alpha": CONCENTRATION,
     "mixup_prob": PROBABILITY,
-    "class_weighting": (f"be one of {', '.join(CLASS_WEIGHTINGS)}", lambda value: value in CLASS_WEIGHTINGS),
 }
 
 
@@ -43,13 +34,16 @@ def flag(default: Any, help: str) -> Any:
 
 
 class _Options:
-    """Options that keep to `RULES`.
+    """Options that keep to their types and to `RULES`.
 
     Raises:
         UserError: A value is out of its range; the message names it.
     """
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():  # `HfArgumentParser` overwrites the types of the fields
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise UserError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}.")
         for name, (rule, is_allowed) in RULES.items():
             if hasattr(self, name) and not is_allowed(value := getattr(self, name)):
                 raise UserError(f"{name} must {rule}, got {value!r}.")
@@ -77,13 +71,15 @@ class DataArguments(_Options):
     test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")
     validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
-    corrupt_images: str = flag("raise", "What to do with images that cannot be decoded: raise, or skip and name them.")
+    corrupt_images: Literal["raise", "skip"] = flag(
+        "raise", "What to do with images that cannot be decoded: raise, or skip and name them."
+    )
     group_by: str | None = flag(
         None,
         "Images of one group stay on one side of a split: a column, the folder above a file (1, 2, ...), or a regular "
         "expression for paths, whose first group counts.",
     )
-    near_duplicates: str = flag(
+    near_duplicates: Literal["keep_together", "drop", "ignore"] = flag(
         "keep_together", "What to do with near duplicates: keep them on one side of a split, drop all but one, ignore."
     )
     follow_links: bool = flag(False, "Let links in a folder, and paths in tables, lead out of it.")
@@ -109,7 +105,7 @@ class AugmentationArguments(_Options):
     rotation_degrees: float = flag(0.0, "Largest rotation to either side.")
     translate: float = flag(0.0, "Largest shift, as a share of height and width.")
     scale: float = flag(0.0, "Largest relative change of size.")
-    auto_augment: str = flag("none", "A policy: none, randaugment or trivialaugment.")
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = flag("none", "A policy of random operations.")
     randaugment_num_ops: int = flag(2, "Operations that RandAugment draws per image.")
     randaugment_magnitude: int = flag(9, "Strength of RandAugment, 0 to 30.")
     random_erasing_prob: float = flag(0.0, "Probability that a random rectangle turns grey.")
@@ -126,6 +122,6 @@ class MixingArguments(_Options):
     mixup_alpha: float = flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
     cutmix_alpha: float = flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
     mixup_prob: float = flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
-    class_weighting: str = flag(
+    class_weighting: Literal["none", "balanced"] = flag(
         "none", "Weights of the classes in the loss; balanced: by the inverse of their images."
     )

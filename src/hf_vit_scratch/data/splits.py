@@ -186,7 +186,6 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
 
 def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     """Return the images of a split that can be decoded, and name the others in the log."""
-    encoded = rows.cast_column("image", datasets.Image(decode=False))
 
     def fault_of(number: int, image: dict[str, Any]) -> str:
         try:
@@ -195,7 +194,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
             return str(error).removesuffix(" Delete or replace it.")
         return ""
 
-    faults = [*map_images(fault_of, encoded)]
+    faults = [*map_images(fault_of, rows)]
     good, bad = [number for number, fault in enumerate(faults) if not fault], [*filter(None, faults)]
     if not good:
         raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
@@ -432,14 +431,10 @@ def _download(args: DataArguments, split: str, stream: IterableDataset) -> Datas
     # A stream has no name of its own by which a copy of it could be found again.
     data, choices = args.data, (args.data_config, args.image_column, args.label_column)
     version = Hasher.hash([data, split, choices, _version(data)])
-    rows = Dataset.from_generator(_rows, features=stream.features, gen_kwargs={"stream": stream}, fingerprint=version)
+    rows = Dataset.from_generator(lambda: stream, features=stream.features, fingerprint=version)
     if any(image_paths(rows)):
         raise UserError(f"{data}: {NOT_IN_ROWS}")
     return rows
-
-
-def _rows(stream: IterableDataset) -> Iterator[dict[str, Any]]:
-    yield from stream
 
 
 def _version(data: str) -> Any:

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 _Row = tuple[int, dict[str, Any]]  # how often the split was read before, and the row
 
 
+@dataclass(eq=False)
 class ImageClassificationStream(torch.utils.data.IterableDataset):
     """Endless batches as those of `ImageClassificationDataset`, of a split that is read while training.
 
@@ -31,7 +33,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
 
     Args:
         rows: The training split of `load_splits` with `streaming`.
-        options: Arguments of `BatchTransform`. Its seed is that of the order too.
+        batch_transform: As for `ImageClassificationDataset`. Its seed is that of the order too.
         batch_size: Images per batch.
         stage_of_batch: The stage of training of each batch of this process.
         process: The number of this process, and how many there are.
@@ -42,25 +44,15 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
         UserError: In iterating: there is nothing to read for a worker process, or an image or label is wrong.
     """
 
-    def __init__(
-        self,
-        rows: IterableDataset,
-        *options: Any,
-        batch_size: int,
-        stage_of_batch: Sequence[int],
-        process: tuple[int, int] = (0, 1),
-        buffer_size: int = 2000,
-        skip_corrupt: bool = False,
-        **named_options: Any,
-    ):
-        self.rows = rows
-        self.process = process
-        self.buffer_size = buffer_size
-        self.skip_corrupt = skip_corrupt
-        self.batch_size = batch_size
-        self.stage_of_batch = stage_of_batch
-        self.first_batch = 0  # of a run that is resumed; those before are read, but not prepared
-        self.batch_transform = BatchTransform(*options, **named_options)
+    rows: IterableDataset
+    batch_transform: BatchTransform
+    _: KW_ONLY
+    batch_size: int
+    stage_of_batch: Sequence[int]
+    process: tuple[int, int] = (0, 1)
+    buffer_size: int = 2000
+    skip_corrupt: bool = False
+    first_batch: int = field(default=0, init=False)  # of a resumed run; those before are read, but not prepared
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()

@@ -1,14 +1,13 @@
 """Tables of image paths and labels, CSV, JSON lines or parquet, as rows with an image column."""
 
 import glob
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -18,8 +17,6 @@ from pyarrow import ArrowException, parquet
 from ..errors import UserError, blame_the_files
 from .images import SUFFIXES
 from .options import DataArguments
-
-logger = logging.getLogger(__name__)
 
 # Names by which image collections mark their splits.
 SPLIT_NAMES = {
@@ -82,7 +79,11 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
             rows = READERS[table.suffix.lower()](table)
             rows[0]
-        column = _path_column(replace(args, data=str(table)), rows)
+        # The Hub's name, or the only column that begins with an image's path.
+        with_paths = ["file_name"] if "file_name" in rows.column_names else [
+            name for name, value in rows[0].items() if os.path.splitext(str(value))[1].lower() in SUFFIXES
+        ]  # fmt: skip
+        (column,) = find_columns(replace(args, data=str(table)), "image", with_paths, rows.column_names)
         paths = [os.path.abspath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
         paths = [paths[row] for row in order]
@@ -96,17 +97,13 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
         if "split" in rows.column_names:
-            named = [SPLITS_BY_NAME.get(str(name).lower()) for name in rows["split"]]
-            if None in named:
-                wrong = named.index(None)
-                logger.warning(
-                    "%s: the column split is not used, because that of %s is %r.",
-                    table,
-                    paths[wrong],
-                    rows["split"][wrong],
+            names = [str(name).lower() for name in rows["split"]]
+            if unknown := {*names} - SPLITS_BY_NAME.keys():
+                raise UserError(
+                    f"{table}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "
+                    "rename it."
                 )
-            else:
-                found, rows = cast(list[str], named), rows.remove_columns("split")
+            found, rows = [SPLITS_BY_NAME[name] for name in names], rows.remove_columns("split")
         for split in sorted({*found}):
             if split in splits:
                 raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
@@ -129,11 +126,3 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
             f"--{what}_column."
         )
     return chosen or found
-
-
-def _path_column(args: DataArguments, rows: Dataset) -> str:
-    """Return the chosen column of paths, the Hub's `file_name`, or the only one that begins with an image's path."""
-    found = ["file_name"] if "file_name" in rows.column_names else [
-        name for name, value in rows[0].items() if os.path.splitext(str(value))[1].lower() in SUFFIXES
-    ]  # fmt: skip
-    return find_columns(args, "image", found, rows.column_names)[0]

@@ -150,10 +150,8 @@ def random_crop(images: Tensor, rng: SampleRNG, padding: int) -> Tensor:
 
 def random_horizontal_flip(images: Tensor, rng: SampleRNG, probability: float) -> Tensor:
     """Mirror some images; `v2.RandomHorizontalFlip`."""
-    # Whole images are selected, because torch.where is slow for bytes.
-    mirrored = to_device(rng.uniform() < probability, images, torch.int64)
-    both = torch.stack((images, images.flip(3)), dim=1).flatten(0, 1)
-    return both.index_select(0, 2 * torch.arange(len(images), device=images.device) + mirrored)
+    mirrored = to_device(np.flatnonzero(rng.uniform() < probability), images, torch.int64)
+    return images.index_copy(0, mirrored, images.index_select(0, mirrored).flip(3))
 
 
 def _gather(images: Tensor, places: Tensor) -> Tensor:
@@ -246,20 +244,13 @@ def apply(images: Tensor, names: NDArray[np.str_], strength: Numbers, fill: int)
 
 def _matrices(names: NDArray[np.str_], strength: Numbers, size: Sequence[int]) -> Numbers:
     """(B, 2, 3): where geometric operations take a pixel from, in pixels from the middle."""
-    zero, one = np.zeros(len(strength)), np.ones(len(strength))
-    radians, whole, (height, width) = np.radians(strength), np.trunc(strength), size
-    # Shears leave the upper left corner where it is.
-    entries = {
-        "ShearX": (one, strength, strength * height / 2, zero, one, zero),
-        "ShearY": (one, zero, zero, strength, one, strength * width / 2),
-        "TranslateX": (one, zero, -whole, zero, one, zero),
-        "TranslateY": (one, zero, zero, zero, one, -whole),
-        "Rotate": (np.cos(radians), -np.sin(radians), zero, np.sin(radians), np.cos(radians), zero),
-    }
-    matrices = np.zeros((len(names), 6))
-    for name, of_name in entries.items():
-        matrices[names == name] = np.stack(of_name, axis=-1)[names == name]
-    return matrices.reshape(-1, 2, 3)
+    height, width = size
+    # Each image has one of them; the others do nothing. Shears leave the upper left corner where it is.
+    shear_x, shear_y, right, down, turn = (np.where(names == name, strength, 0.0) for name in GEOMETRIC)
+    cos, sin = np.cos(np.radians(turn)), np.sin(np.radians(turn))
+    of_x = [cos, shear_x - sin, shear_x * height / 2 - np.trunc(right)]
+    of_y = [shear_y + sin, cos, shear_y * width / 2 - np.trunc(down)]
+    return np.stack([*of_x, *of_y], axis=-1).reshape(-1, 2, 3)
 
 
 def _blurred(images: Tensor) -> Tensor:

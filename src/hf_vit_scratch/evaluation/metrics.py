@@ -13,11 +13,9 @@ from scipy.stats import binomtest
 from sklearn.metrics import (
     average_precision_score,
     confusion_matrix,
-    f1_score,
     mean_absolute_error,
     precision_recall_fscore_support,
     r2_score,
-    recall_score,
     roc_auc_score,
 )
 from torch import Tensor
@@ -119,9 +117,8 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     for name in SHARES_OF_IMAGES:
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
     # Classes that the images lack do not count: `balanced_accuracy_score` is this recall, but warns of them.
-    averaged: dict[str, Any] = {"average": "macro", "zero_division": 0.0, "labels": np.unique(labels)}
-    metrics["balanced_accuracy"] = float(recall_score(labels, ranked[:, 0], **averaged))
-    metrics["macro_f1"] = float(f1_score(labels, ranked[:, 0], **averaged))
+    _, recall, f1, _ = _scores(labels, ranked[:, 0], np.unique(labels))
+    metrics |= {"balanced_accuracy": float(recall.mean()), "macro_f1": float(f1.mean())}
     return {**metrics, "loss": float(losses.mean(dtype=np.float64))}
 
 

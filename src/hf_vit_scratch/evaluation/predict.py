@@ -23,12 +23,11 @@ import argparse
 import csv
 import glob
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -48,30 +47,21 @@ from .trust import UNKNOWN, Trust
 PROGRAM = "vit-scratch predict"
 
 
-@dataclass
-class _PreparedBatches(torch.utils.data.Dataset):
-    """Batches of paths: one result for each image, and the model's inputs for those that can be decoded."""
-
-    paths: Sequence[str]
-    batch_size: int
-    image_processor: Any
-    dtype: torch.dtype
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.paths) / self.batch_size)
-
-    def __getitem__(self, batch: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        results, prepared = [], []
-        for path in self.paths[batch * self.batch_size : (batch + 1) * self.batch_size]:
-            try:
-                image = decode_image({"path": path, "bytes": None}, path)
-            except UserError as error:
-                results.append({"image": path, "error": str(error).removesuffix(" Delete or replace it.")})
-            else:  # one by one, because a photograph may have 24 megapixels
-                results.append({"image": path})
-                prepared.append(self.image_processor(images=image, return_tensors="pt").to(self.dtype))
-        names = prepared[0] if prepared else ()
-        return results, {name: torch.cat([inputs[name] for inputs in prepared]) for name in names}
+def _prepare(
+    paths: Sequence[str], image_processor: Any, dtype: torch.dtype
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return one result for each image, and the model's inputs for those that can be decoded."""
+    results, prepared = [], []
+    for path in paths:
+        try:
+            image = decode_image({"path": path, "bytes": None}, path)
+        except UserError as error:
+            results.append({"image": path, "error": str(error).removesuffix(" Delete or replace it.")})
+        else:  # one by one, because a photograph may have 24 megapixels
+            results.append({"image": path})
+            prepared.append(image_processor(images=image, return_tensors="pt").to(dtype))
+    names = prepared[0] if prepared else ()
+    return results, {name: torch.cat([inputs[name] for inputs in prepared]) for name in names}
 
 
 def find_images(names: Sequence[str]) -> list[str]:
@@ -173,9 +163,9 @@ def forward(
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
         optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
     hook = loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output))
-    batches = _PreparedBatches(paths, batch_size, loaded.image_processor, loaded.model.dtype)
+    prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
     try:
-        for results, inputs in DataLoader(batches, batch_size=None, num_workers=num_workers):
+        for results, inputs in DataLoader(cast(Any, paths), batch_size, num_workers=num_workers, collate_fn=prepare):
             of_images: Any = iter(())
             if inputs:
                 computed = loaded.forward(inputs)
@@ -199,18 +189,24 @@ def _table_row(result: dict[str, Any], columns: list[str]) -> dict[str, Any]:
     return row
 
 
-def parse(
-    program: str, description: str, argv: list[str], **flags: dict[str, Any]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of a command that reads image files, which may have flags of its own, and the files."""
+def model_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that runs a saved model."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
+    return parser
+
+
+def parse(
+    program: str, description: str, argv: list[str], **flags: dict[str, Any]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of a command that reads image files, which may have flags of its own, and the files."""
+    parser = model_parser(program, description)
     parser.add_argument("images", nargs="+", metavar="IMAGES", help="files, folders, and globs in quotes")
     parser.add_argument("--batch_size", type=int, default=32, help="images computed at once (%(default)s)")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that decode images (%(default)s)")
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
     for name, options in flags.items():
         parser.add_argument(f"--{name}", **options)
     args = parser.parse_args(argv)

@@ -6,7 +6,6 @@ Shapes: B images, L layers, H heads, N tokens (the class token, if there is one,
 rows x cols patches.
 """
 
-import argparse
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize
-from ..evaluation.predict import load_classifier, refuse_other_models
+from ..evaluation.predict import load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
@@ -39,10 +38,6 @@ def _evaluation_mode(model: ViTScratchPreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _embeddings(model: ViTScratchPreTrainedModel) -> Any:
-    return model.base_model.embeddings
 
 
 @torch.no_grad()
@@ -110,7 +105,7 @@ def class_attention(
     for weights, gradient in zip(outputs.attentions, gradients, strict=True):
         weighted = (weights.detach().to(dtype) * gradient.to(dtype)).clamp(min=0).mean(dim=1)
         relevance = relevance + weighted @ relevance
-    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
+    grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
     return over_patches(relevance - identity, grid, pooling=model.config.pooling)
 
 
@@ -148,7 +143,7 @@ def position_similarity(model: ViTScratchPreTrainedModel) -> Tensor:
         (rows, cols, rows, cols), at least float32, from -1 to 1.
     """
     grid = model.config.grid_size
-    positions = _embeddings(model).position_embeddings[0, -math.prod(grid) :]
+    positions = cast(Any, model.base_model).embeddings.position_embeddings[0, -math.prod(grid) :]
     positions = F.normalize(positions.to(torch.promote_types(positions.dtype, torch.float32)), dim=-1)
     return (positions @ positions.T).unflatten(1, grid).unflatten(0, grid)
 
@@ -162,7 +157,7 @@ def patch_filters(model: ViTScratchPreTrainedModel, number: int = 28) -> Tensor:
     Returns:
         At most (number, C, patch height, patch width), at least float32, each of length 1 with a positive peak.
     """
-    weight = _embeddings(model).patch_embeddings.projection.weight
+    weight = cast(Any, model.base_model).embeddings.patch_embeddings.projection.weight
     filters = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
     components = torch.linalg.svd(filters - filters.mean(dim=0), full_matrices=False).Vh[:number]
     largest = components.gather(1, components.abs().argmax(dim=1, keepdim=True))
@@ -192,7 +187,7 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     model, image_processor = cast(Any, classifier.model), cast(Any, classifier.image_processor)
     inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling
-    grid = _embeddings(model).patch_embeddings.grid_size(pixel_values)
+    grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
     predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
     ids = {label: id for id, label in model.config.id2label.items()}
     best = [ids[prediction["label"]] for prediction in predictions[:num_classes]]
@@ -304,13 +299,9 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
 
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explain`."""
-    parser = argparse.ArgumentParser(
-        prog="vit-scratch explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
+    parser = model_parser("vit-scratch explain", __doc__)
     parser.add_argument("image", metavar="IMAGE", help="image file")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
     args = parser.parse_args(argv)
     image = decode_image({"path": args.image, "bytes": None}, args.image)
     figures = draw_all(load_classifier(args.model, args.device), image)

@@ -249,7 +249,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             if image % patch != 0:
                 raise ValueError(
                     f"image_size ({axis} {image}) must be divisible by patch_size ({axis} {patch}). "
-                    f"{_nearest(image, patch)}"
+                    f"Use image size {max(1, round(image / patch)) * patch}."
                 )
         hidden_size, num_heads = self.hidden_size, self.num_attention_heads
         if hidden_size % num_heads != 0:
@@ -269,13 +269,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
-
-
-def _nearest(image: int, patch: int) -> str:
-    """Suggest the nearest image size that `patch` divides, and the nearest patch sizes that divide `image`."""
-    below = max((size for size in range(1, patch) if image % size == 0), default=1)
-    above = min((size for size in range(patch, image + 1) if image % size == 0), default=image)
-    return f"Use image size {max(1, round(image / patch)) * patch}, or patch size {below} or {above}."
 
 
 class Rule(NamedTuple):
@@ -319,9 +312,6 @@ NUMBERS = Rule(
     lambda value: isinstance(value, list) and all(map(_number(math.isfinite, "").holds, value)),
     "a list of finite numbers",
 )
-POSITIVES = Rule(
-    lambda value: isinstance(value, list) and all(map(POSITIVE.holds, value)), "a list of positive and finite numbers"
-)
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
 RULES: dict[str, Rule] = {
@@ -334,7 +324,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"), FLAG),
     **dict.fromkeys(("hidden_act", "classifier_act"), _one_of(tuple(ACT2FN))),
     "label_mean": NUMBERS,
-    "label_scale": POSITIVES,
+    "label_scale": NUMBERS,
     "position_embedding_type": _one_of(POSITION_EMBEDDING_TYPES),
     "pooling": _one_of(POOLINGS),
     "problem_type": _one_of(PROBLEM_TYPES),

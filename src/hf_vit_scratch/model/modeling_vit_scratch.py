@@ -195,17 +195,13 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         x = hidden_states
         if self.norm_first:
             branch, attn_weights = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
-            x = x + self.drop_branch(branch)
-            x = x + self.drop_branch(self.mlp(self.layernorm_after(x)))
+            x = x + self.drop_path(self.dropout(branch))
+            x = x + self.drop_path(self.dropout(self.mlp(self.layernorm_after(x))))
         else:
             branch, attn_weights = self.attention(x, attention_mask, **kwargs)
-            x = self.layernorm_before(x + self.drop_branch(branch))
-            x = self.layernorm_after(x + self.drop_branch(self.mlp(x)))
+            x = self.layernorm_before(x + self.drop_path(self.dropout(branch)))
+            x = self.layernorm_after(x + self.drop_path(self.dropout(self.mlp(x))))
         return x, attn_weights
-
-    def drop_branch(self, branch: Tensor) -> Tensor:
-        """Apply dropout and stochastic depth, which only training has.  (B, N, D) -> (B, N, D)."""
-        return self.drop_path(self.dropout(branch)) if self.training else branch
 
 
 class ViTScratchPatchEmbeddings(nn.Module):

@@ -221,28 +221,6 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
         setattr(next(part for part in args if hasattr(part, name)), name, value)
 
 
-def refuse_labels(args: Arguments) -> None:
-    """Refuse what needs labels where none are read."""
-    names = ("streaming", "check", "eval_tta", "mixup_alpha", "cutmix_alpha", "label_smoothing_factor")
-    others = ("class_weighting", "balanced_sampling", "target_accuracy")
-    refuse_beside(args, "--task masked-image-modeling", *names, *others)
-
-
-def refuse_whole_data(args: Arguments) -> None:
-    """Refuse what needs all of the data where they are a stream."""
-    training = args.training
-    names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
-    others = ("max_train_minutes", "validation_fraction", "test_fraction", "group_by", "whiten_patches")
-    refuse_beside(args, "--streaming", *names, *others)
-    if training.max_steps <= 0:
-        raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
-    for name in ("eval", "save"):
-        if getattr(training, f"{name}_strategy") == "epoch":
-            raise UserError(
-                f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
-            )
-
-
 def refuse_beside(args: Arguments, what: str, *names: str) -> None:
     """Refuse flags that are not at their defaults, beside another one."""
     defaults = {flag.name: flag.default for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)}

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from ..data.dataset import ImageClassificationDataset
+from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..evaluation.trust import Trust
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from .trainer import ViTTrainer
@@ -32,7 +32,7 @@ def calibrate(trainer: ViTTrainer) -> None:
     labels = train.labels.numpy()[rows]
     visits = pd.Series(labels).groupby(labels).cumcount()
     rows = rows[np.argsort(visits, kind="stable")][:MOST_IMAGES]  # one of each class, another one of each, and so on
-    sample = ImageClassificationDataset(train.rows.select(np.sort(rows)), train.image_processor)
+    sample = ImageClassificationDataset(train.rows.select(np.sort(rows)), BatchTransform(train.image_processor))
     vectors, _, classes = _outputs(trainer, sample)
     trust = Trust.fit(vectors, classes, _outputs(trainer, trainer.eval_dataset), trainer.args.target_accuracy)
     with torch.no_grad():

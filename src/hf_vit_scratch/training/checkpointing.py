@@ -16,7 +16,6 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 CHECKSUMS = "SHA256SUMS"  # `sha256sum --check SHA256SUMS` verifies a folder, too
-TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # files that a library would load
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -102,7 +101,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files of a checkpoint that are changed or missing, and tensors beside them that have no checksum."""
+    """Return the files of a checkpoint that are changed or missing."""
     try:
         lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -110,15 +109,9 @@ def damaged_files(folder: Path) -> list[str]:
     if not all(re.fullmatch(r"[0-9a-f]{64}  .+", line) for line in lines):
         return [CHECKSUMS]
     expected = {line[66:]: line[:64] for line in lines}
-    present = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-    folders = {Path(name).parent for name in expected}  # others hold an export of the checkpoint, for example
-    unknown = {
-        name
-        for name in present.keys() - expected.keys()
-        if name.endswith(TENSOR_SUFFIXES) and Path(name).parent in folders
-    }
-    changed = {name for name in expected.keys() & present.keys() if _sha256(present[name]) != expected[name]}
-    return sorted(unknown | changed | (expected.keys() - present.keys()))
+    return [
+        name for name, digest in expected.items() if not (folder / name).is_file() or _sha256(folder / name) != digest
+    ]
 
 
 def refuse_damage(checkpoint: Path) -> None:

@@ -1,9 +1,10 @@
-"""The time spent on training, and the end of training after `max_train_minutes`."""
+"""The time spent on training, the end of training after `max_train_minutes`, and a progress bar for it."""
 
 import time
+from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from .arguments import ViTTrainingArguments
@@ -47,3 +48,19 @@ class Clock:
             control.should_training_stop = True
             control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
+
+
+class ProgressByTime(ProgressCallback):
+    """The stock progress bar, of as many steps as there is time for."""
+
+    training_bar: Any
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.clock = clock
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar, whose end is where the clock will stop at this pace."""
+        if self.training_bar is not None:
+            self.training_bar.total = round(state.global_step / self.clock.progress)
+        super().on_step_end(args, state, control, **kwargs)

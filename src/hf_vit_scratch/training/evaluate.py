@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..conversion.export import FILES, labels_and_type
 from ..conversion.export_proof import evaluate_scores, scores_of_export
-from ..data.dataset import ImageClassificationDataset
+from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..data.images import images_of, local_path
 from ..data.options import DataArguments
 from ..data.splits import absolute, find_split, load_split, with_names
@@ -141,7 +141,7 @@ def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
     hardware.choose(args.training, recipe.settings.keys())
 
     def predict(rows: Dataset) -> PredictionOutput:
-        dataset = ImageClassificationDataset(rows, classifier.image_processor)
+        dataset = ImageClassificationDataset(rows, BatchTransform(classifier.image_processor))
         trainer = ViTTrainer(
             model=classifier.model,
             args=args.training,

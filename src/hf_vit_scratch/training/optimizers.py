@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, SchedulerType, get_scheduler
+from transformers import PreTrainedModel
 from transformers.training_args import OptimizerNames
 
 from ..errors import UserError
@@ -47,15 +47,7 @@ def freeze(model: PreTrainedModel, layers: str | None) -> None:
             parameter.requires_grad_(False)
 
 
-def parameter_groups(
-    model: PreTrainedModel,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    layer_decay: float = 1.0,
-    muon: bool = False,
-    muon_learning_rate: float | None = None,
-) -> list[dict[str, Any]]:
+def parameter_groups(model: PreTrainedModel, args: ViTTrainingArguments) -> list[dict[str, Any]]:
     """Group the trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
 
     Layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)` (Clark et al. 2020, ELECTRA,
@@ -66,7 +58,7 @@ def parameter_groups(
     Raises:
         UserError: The model's layers are not found, though they matter.
     """
-    num_hidden_layers = model.config.num_hidden_layers if muon or layer_decay != 1 else 0
+    num_hidden_layers = model.config.num_hidden_layers if args.muon or args.layer_decay != 1 else 0
     numbers = {name: layer_number(name, num_hidden_layers) for name, _ in model.named_parameters()}
     if num_hidden_layers and not any(0 < number <= num_hidden_layers for number in numbers.values()):
         raise UserError(
@@ -78,10 +70,10 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         number, is_decayed = numbers[name], name in decayed
-        by_muon = muon and parameter.ndim == 2 and is_decayed and 0 < number <= num_hidden_layers
-        rate = muon_learning_rate if by_muon and muon_learning_rate is not None else learning_rate
-        rate *= layer_decay ** (num_hidden_layers + 1 - number)
-        options = {"lr": rate, "weight_decay": weight_decay if is_decayed else 0.0, "muon": by_muon}
+        by_muon = args.muon and parameter.ndim == 2 and is_decayed and 0 < number <= num_hidden_layers
+        rate = args.muon_learning_rate if by_muon and args.muon_learning_rate is not None else args.learning_rate
+        rate *= args.layer_decay ** (num_hidden_layers + 1 - number)
+        options = {"lr": rate, "weight_decay": args.weight_decay if is_decayed else 0.0, "muon": by_muon}
         groups.setdefault((by_muon, is_decayed, rate), {"params": [], **options})["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: (group["muon"], -group["lr"]))
 
@@ -99,14 +91,7 @@ def build_optimizer(
     Raises:
         UserError: Muon does not go together with that class.
     """
-    groups = parameter_groups(
-        model,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        layer_decay=args.layer_decay,
-        muon=args.muon,
-        muon_learning_rate=args.muon_learning_rate,
-    )
+    groups = parameter_groups(model, args)
     if not args.muon:
         return optimizer_class(groups, **options)
     if optimizer_class is not torch.optim.AdamW:
@@ -233,26 +218,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
 
-def schedule_by_progress(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    progress: Callable[[], float],
-    warmup_fraction: float,
-    scheduler_kwargs: dict[str, Any] | None = None,
-) -> LambdaLR:
-    """Return a schedule of transformers that follows the share of training done instead of the number of steps.
+def follow_progress(schedule: Any, progress: Callable[[], float]) -> LambdaLR:
+    """Make a schedule of transformers follow the share of training done instead of the number of steps.
 
-    Name and options are those of `transformers.get_scheduler`; its numbers of steps count out of 10,000. `progress` is
-    called at each step. It returns the share of training that is done, 0 to 1, of which the first part warms up.
+    It is made for `RESOLUTION` steps, so its numbers of steps count out of 10,000. `progress` is called at each step.
+    It returns the share of training that is done, 0 to 1, of which the first part warms up.
 
     Raises:
         UserError: The schedule follows a metric instead of the steps.
     """
-    blank = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optimizer.defaults["lr"])
-    stepwise = get_scheduler(
-        name, blank, round(warmup_fraction * RESOLUTION), RESOLUTION, scheduler_specific_kwargs=scheduler_kwargs
-    )
-    if not isinstance(stepwise, LambdaLR):
-        raise UserError(f"{SchedulerType(name).value} follows a metric, not max_train_minutes. Leave one of them out.")
-    factor = stepwise.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda _: factor(min(round(progress() * RESOLUTION), RESOLUTION)))
+    if not isinstance(schedule, LambdaLR):
+        raise UserError(f"{type(schedule).__name__} follows a metric, not max_train_minutes. Leave one of them out.")
+    factor: Any = schedule.lr_lambdas[0]
+    schedule.lr_lambdas = [lambda _: factor(round(progress() * RESOLUTION))] * len(schedule.lr_lambdas)
+    return schedule

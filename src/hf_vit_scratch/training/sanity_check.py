@@ -161,9 +161,9 @@ def data_report(trainer: ViTTrainer) -> str:
         pixel_values[-1, -1, -1, -1].item()  # reading it waits for the device
         return len(pixel_values)
 
+    trainer.model.train()
     loading = images_per_second(load, SECONDS)
     batch = trainer._prepare_inputs(next(loader))
-    trainer.model.train()
 
     def compute() -> int:
         with trainer.accelerator.autocast():
@@ -192,7 +192,7 @@ def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
     """Plot training images, as they are and below that augmented, each with its class, its labels or its numbers."""
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
     images, captions = list[Image.Image](), list[str]()
-    for stage in (None, min(1, len(dataset.stages) - 1)):
+    for stage in (None, min(1, len(dataset.batch_transform.stages) - 1)):
         pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage)
         images += [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
         captions += _captions(trainer, names, labels)

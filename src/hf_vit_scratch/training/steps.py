@@ -21,13 +21,13 @@ from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.augmentation import Augmentation, training_stages
-from ..data.dataset import ImageClassificationDataset
+from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import absolute, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
 from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, scarcity, targets_of
-from ..errors import UserError, blame_the_user
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
@@ -37,7 +37,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ViTTrainingArguments, refuse_beside, refuse_labels, refuse_whole_data, set_fields
+from .arguments import Arguments, ViTTrainingArguments, refuse_beside, set_fields
 from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
 from .local_attention import start_local_attention
@@ -63,7 +63,9 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
     if args.training.fit_to_images and "data" not in recipe.settings:
         raise UserError("This recipe is for images of your own: add --data FOLDER.")
     if is_masked(args):
-        refuse_labels(args)
+        names = ("streaming", "check", "eval_tta", "mixup_alpha", "cutmix_alpha", "label_smoothing_factor")
+        others = ("class_weighting", "balanced_sampling", "target_accuracy")
+        refuse_beside(args, "--task masked-image-modeling", *names, *others)
     if args.model.attn_implementation is not None and args.training.speed_choice != "plain":
         refuse_beside(args, "--attn_implementation", "speed_choice")
     if args.training.balanced_sampling:
@@ -78,7 +80,16 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
     if listing is not None:  # of an earlier check
         listing.unlink(missing_ok=True)
     if args.data.streaming:
-        refuse_whole_data(args)
+        names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
+        others = ("max_train_minutes", "validation_fraction", "test_fraction", "group_by", "whiten_patches")
+        refuse_beside(args, "--streaming", *names, *others)
+        if training.max_steps <= 0:
+            raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
+        for name in ("eval", "save"):
+            if getattr(training, f"{name}_strategy") == "epoch":
+                raise UserError(
+                    f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
+                )
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             splits = load_splits(**vars(args.data), seed=training.seed)
     else:
@@ -224,6 +235,8 @@ def build_trainer(
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0
     mixup = Mixup(len(label_names(feature)), **vars(mixing), label_smoothing=smoothing, class_counts=counts)
     data_seed = seed if training.data_seed is None else training.data_seed
+    transform = BatchTransform(image_processor)
+    train_transform = BatchTransform(image_processor, stages, mixup, data_seed)
     dataset_class: Callable[..., ImageClassificationDataset] = ImageClassificationDataset
     if masked:
         dataset_class = partial(
@@ -236,16 +249,14 @@ def build_trainer(
     if data_args.streaming:
         steps, batches_per_step = training.max_steps, training.gradient_accumulation_steps
         train_dataset = ImageClassificationStream(
-            splits["train"], image_processor, stages, mixup, data_seed,
+            splits["train"], train_transform,
             batch_size=training.per_device_train_batch_size,
             stage_of_batch=[stage(step / steps) for step in range(steps) for _ in range(batches_per_step)],
             process=(training.process_index, training.world_size),
             skip_corrupt=data_args.corrupt_images == "skip",
         )  # fmt: skip
     else:
-        train_dataset = dataset_class(
-            splits["train"], image_processor, stages, mixup, data_seed, cache_images=training.cache_images
-        )
+        train_dataset = dataset_class(splits["train"], train_transform, cache_images=training.cache_images)
         if training.whiten_patches:
             train_dataset.keep_decoded(training.device)
             sample = train_dataset.sample(math.ceil(NUM_PATCHES / math.prod(config.grid_size)), seed)
@@ -255,7 +266,7 @@ def build_trainer(
             model=model,
             args=training,
             train_dataset=train_dataset,
-            eval_dataset=dataset_class(splits["validation"], image_processor),
+            eval_dataset=dataset_class(splits["validation"], transform),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=None if masked else compute_metrics,
             preprocess_logits_for_metrics=None if masked else summarize_logits,
@@ -268,7 +279,7 @@ def build_trainer(
         describe(feature),
         training.device,
     )
-    return trainer, dataset_class(splits["test"], image_processor)
+    return trainer, dataset_class(splits["test"], transform)
 
 
 def _refuse_to_drop_all(training: ViTTrainingArguments, rows: Any) -> None:
@@ -339,10 +350,7 @@ def push(trainer: ViTTrainer) -> None:
     if not trainer.args.push_to_hub:
         return
     output_dir = Path(trainer.args.output_dir)
-    try:
+    exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
+    again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
+    with blame_the_files(f"The run is whole in {output_dir}, but not on the Hub. Try {again}"):
         trainer.push_to_hub()
-    except Exception as error:
-        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
-        again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
-        reason = " ".join(str(error).split())
-        raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error

@@ -17,11 +17,10 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..data.dataset import BatchTransform, ImageClassificationDataset, collate
+from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
@@ -37,21 +36,13 @@ from .checkpointing import (
     finish_checkpoint,
     refuse_damage,
 )
-from .clock import Clock
+from .clock import Clock, ProgressByTime
 from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
-from .optimizers import build_optimizer, schedule_by_progress
-from .progress_bar import ProgressByTime
+from .optimizers import RESOLUTION, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
-
-
-def _batch_transform_of(dataset: Any) -> BatchTransform | None:
-    """Return the transform of a dataset of ours, also within a `Subset`, and `None` for other datasets."""
-    while not hasattr(dataset, "batch_transform") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    return getattr(dataset, "batch_transform", None)
 
 
 class _Hooks(TrainerCallback):
@@ -63,6 +54,11 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
+        if trainer.speed is not None and trainer.speed.model is not trainer.model:  # which `model_init` has made anew
+            trainer.speed = trainer.optimize_model(trainer.speed.choice)
+        if isinstance(trainer.train_dataset, ImageClassificationStream):
+            skipped = 0 if args.ignore_data_skip else state.global_step
+            trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # `restore_callback_states_from_checkpoint` would also restore that a signal has stopped the run.
@@ -82,7 +78,8 @@ class _Hooks(TrainerCallback):
         trainer.clock.update(state, control)
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
-        self._log_first(control)
+        # The log comes before an evaluation and a checkpoint, and refuses a loss that is not finite.
+        control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After a signal, `on_step_end` has saved already. Save again only to keep the result of an epoch's evaluation.
@@ -90,16 +87,20 @@ class _Hooks(TrainerCallback):
         if self.trainer.stopped or not self.trainer.has_started:
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
             control.should_save = control.should_evaluate
-        self._log_first(control)
+        control.should_log |= control.should_evaluate or control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.finish_checkpoint()
         self.trainer.restart_throughput()
 
-    @staticmethod
-    def _log_first(control: Any) -> None:
-        # The log comes before an evaluation and a checkpoint, and refuses a loss that is not finite.
-        control.should_log |= control.should_evaluate or control.should_save
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # During training the stock Trainer pushes a checkpoint, without the model's code and our card.
+        trainer, output_dir = self.trainer, Path(args.output_dir)
+        if trainer.is_in_train:
+            trainer._finish_current_push()  # it still reads the files that are replaced below
+            for code in (output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").glob("*.py"):
+                shutil.copyfile(code, output_dir / code.name)
+            trainer.create_model_card()
 
 
 class ViTTrainer(Trainer):
@@ -118,7 +119,6 @@ class ViTTrainer(Trainer):
     args: ViTTrainingArguments
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    speed: Optimization | None = None  # the stock constructor calls `call_model_init`, which reads it
 
     def __init__(
         self,
@@ -139,7 +139,6 @@ class ViTTrainer(Trainer):
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
         self.stage = stage
         self.sampler: EpochSampler | None = None
-        self.batch_transform: BatchTransform | None = None
         self.ema: EMA | None = None
         self.clock = Clock(self.args)
         self.graceful_stop = GracefulStop(self.args)
@@ -148,16 +147,16 @@ class ViTTrainer(Trainer):
         self.resumed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
-        self._images_in_step = self._batches_in_step = 0
+        self._images_in_step = 0
         self._images, self._logged_time = 0, 0.0  # images since the last log, and when that was
-        self.speed = self._optimize(self.model, self.args.speed_choice)
+        self.speed = self.optimize_model(self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
             self.add_callback(self.early_stopping)
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
-            self.add_callback(ProgressByTime(lambda: self.clock.progress))
+            self.add_callback(ProgressByTime(self.clock))
         if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
@@ -181,18 +180,11 @@ class ViTTrainer(Trainer):
         self.clock.start()
         if keep_freed_memory():
             logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
-        if isinstance(self.train_dataset, ImageClassificationStream):
-            steps = 0
-            if checkpoint is not None and not self.args.ignore_data_skip:
-                steps = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
-            self.train_dataset.first_batch = steps * self.args.gradient_accumulation_steps
-        best_was_loaded = False
         # The stock Trainer would delete old checkpoints before the new one is complete. `finish_checkpoint` waits.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-            best_was_loaded = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
         except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
             self.stopped = False
             raise
@@ -205,21 +197,12 @@ class ViTTrainer(Trainer):
             raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
         finally:  # also after an exception
             self.args.save_total_limit = self._save_total_limit
-            if (
-                self.ema is not None and self.ema.n_averaged and not best_was_loaded
-            ):  # the best one is an average already
+            if self.ema is not None:
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
         if self.stopped and self.graceful_stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
         return output
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """Make a model by `model_init`, with the same speed-ups as the first one."""
-        model = super().call_model_init(trial)
-        if self.speed is not None:  # not before the first one is optimized
-            self._optimize(model, self.speed.choice)
-        return model
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates."""
@@ -232,15 +215,7 @@ class ViTTrainer(Trainer):
         """Create the stock schedule. With `max_train_minutes` it follows the clock if that is ahead."""
         if self.args.max_train_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = schedule_by_progress(
-            self.args.lr_scheduler_type,
-            optimizer or self.optimizer,
-            lambda: self.clock.progress,
-            self.args.get_warmup_steps(num_training_steps) / num_training_steps,
-            cast(dict[str, Any] | None, self.args.lr_scheduler_kwargs),
-        )
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        return follow_progress(super().create_scheduler(RESOLUTION, optimizer), lambda: self.clock.progress)
 
     def _get_dataloader(
         self,
@@ -252,8 +227,6 @@ class ViTTrainer(Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if dataset is self.train_dataset:
-            self.batch_transform = _batch_transform_of(dataset)
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = batch_size  # `auto_find_batch_size` may have changed it
             # A stream makes batches for this process alone; accelerate would split them among the processes.
@@ -276,18 +249,15 @@ class ViTTrainer(Trainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Decoded images become the model's inputs on the model's device.
         inputs = super()._prepare_inputs(inputs)
-        if self.batch_transform is not None and inputs["pixel_values"].dtype == torch.uint8:
-            inputs = self.batch_transform(inputs)
+        handler: Any = self.callback_handler
+        dataset: Any = self.train_dataset if self.model.training else handler.eval_dataloader.dataset
+        if hasattr(dataset, "batch_transform") and inputs["pixel_values"].dtype == torch.uint8:
+            inputs = dataset.batch_transform(inputs)
         return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(rows, ImageClassificationDataset):
-            if not hasattr(rows, "batch_transform") and _batch_transform_of(rows) is not None:
-                raise UserError(
-                    "A Subset cannot be trained on: its images would look the same in every epoch. Make an "
-                    "ImageClassificationDataset of rows.select(...) instead."
-                )
             return super()._get_train_sampler(train_dataset)
         args = self.args
         batch_size = max(1, self._train_batch_size * args.world_size)  # what is less, torch refuses
@@ -311,7 +281,6 @@ class ViTTrainer(Trainer):
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._images_in_step = sum(find_batch_size(batch) for batch in batches)
-        self._batches_in_step = len(batches)
         return batches, num_items
 
     def compute_loss(
@@ -326,7 +295,7 @@ class ViTTrainer(Trainer):
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not model.training or not self._images_in_step or (takes_number and num_items_in_batch is not None):
             return output
-        weight = len(inputs["pixel_values"]) * self._batches_in_step / self._images_in_step
+        weight = len(inputs["pixel_values"]) * self.current_gradient_accumulation_steps / self._images_in_step
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -359,28 +328,24 @@ class ViTTrainer(Trainer):
         """Count images and time from here on."""
         self._images, self._logged_time = 0, time.perf_counter()
 
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any."""
         self.wait_for_push_before_forking()
-        of_training, self.batch_transform = self.batch_transform, _batch_transform_of(dataloader.dataset)
-        try:
-            with self._averaged(), self._uncompiled_if(True):
-                # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
-                # The loss of `compute_metrics` takes its place; numbers, masked images and others' metrics have none.
-                return super().evaluation_loop(dataloader, *args, **kwargs)
-        finally:
-            self.batch_transform = of_training
-            self.restart_throughput()
+        with self._averaged(), self._uncompiled_if(True):
+            # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
+            # The loss of `compute_metrics` takes its place; numbers, masked images and others' metrics have none.
+            output = super().evaluation_loop(*args, **kwargs)
+        self.restart_throughput()
+        return output
 
     # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. `save_model` opens one,
-    # recognised by its name, and the stock Trainer writes the rest. `finish_checkpoint` writes the checksums and
+    # because the stock Trainer calls it first, and then writes the rest. `finish_checkpoint` writes the checksums and
     # deletes old ones: at `on_save`, or before a push, which comes first. One that is open when training ends by an
     # exception was never complete.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.is_in_train and output_dir is not None and Path(output_dir).name == name:
+        if _internal_call and output_dir is not None:  # the stock Trainer begins a checkpoint
             self._unfinished_checkpoint = Path(output_dir)
             if self.args.should_save:  # remove what an earlier attempt at this step has left
                 delete_checkpoint(Path(output_dir))
@@ -407,6 +372,7 @@ class ViTTrainer(Trainer):
         # The stock Trainer would load a damaged file without a word.
         refuse_damage(Path(cast(str, self.state.best_model_checkpoint)))
         super()._load_best_model()
+        self.ema = None  # the best model is an average already
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # With a warning alone a run goes on from a mixture of loaded and new weights (transformers issue 43701).
@@ -421,20 +387,8 @@ class ViTTrainer(Trainer):
     # The Hub
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # The stock Trainer would push a checkpoint that is not complete, and leave out the model's code and our card.
+        # The stock Trainer would push a checkpoint that is not complete. All processes come here.
         self.finish_checkpoint()
-        if self.args.hub_strategy == HubStrategy.END:
-            return
-        if self.is_world_process_zero():
-            if self.args.hub_always_push:
-                self._finish_current_push()  # it still reads the files that are replaced below
-            elif self.push_in_progress is not None and not self.push_in_progress.is_done():
-                return  # the stock Trainer skips this push, too, unless the other one ends a moment later
-            output_dir = Path(self.args.output_dir)
-            for code in Path(checkpoint_folder).glob("*.py"):
-                shutil.copyfile(code, output_dir / code.name)
-            if not (output_dir / "README.md").exists():  # never replaced while a push may read it
-                self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
 
     def wait_for_push_before_forking(self) -> None:
@@ -471,17 +425,16 @@ class ViTTrainer(Trainer):
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
 
-    def _optimize(self, model: Any, choice: str) -> Optimization | None:
+    def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
-        args, steps, compile_options = self.args, self.args.max_steps, {}
+        model, args, steps, compile_options = self.model, self.args, self.args.max_steps, {}
         if not hasattr(model.config, "image_height_width"):
             return None
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        images = steps * args.train_batch_size if steps > 0 else math.inf
-        if steps <= 0 and (self.train_dataset is None or has_length(self.train_dataset)):
-            images = args.num_train_epochs * len(self.train_dataset or ())
+        rows: Any = self.train_dataset or ()
+        images = steps * args.train_batch_size if steps > 0 else args.num_train_epochs * len(rows)
         pixels = example_batch_for(model, max(1, args.train_batch_size)).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)

@@ -11,7 +11,6 @@ The page is served on this machine only and contacts no other. The attention in 
 sliders only draw. One image is computed at a time, and `QUEUE_SIZE` requests wait.
 """
 
-import argparse
 import functools
 import io
 import string
@@ -27,7 +26,7 @@ from transformers import ImageClassificationPipeline
 from ...data.images import MAX_PIXELS, decode_image
 from ...data.splits import load_digits
 from ...errors import UserError
-from ...evaluation.predict import load_classifier
+from ...evaluation.predict import load_classifier, model_parser
 from ..attention_maps import ImageAttention, format_prediction, inspect_image
 from .rendering import VIEWS, Selection, draw_map, draw_matrix, draw_picture
 from .space import write_space
@@ -200,11 +199,7 @@ def num_kept(image: ImageAttention) -> int:
 
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explore`."""
-    parser = argparse.ArgumentParser(
-        prog="vit-scratch explore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator if there is one)")
+    parser = model_parser("vit-scratch explore", __doc__)
     parser.add_argument("--port", type=int, help="port of this machine (default: the first free one from 7860)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--write_space", type=Path, metavar="FOLDER", help="write a Hugging Face Space instead")
