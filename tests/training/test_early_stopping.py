@@ -26,6 +26,13 @@ def test_run_stops_after_so_many_evaluations_without_a_better_one(trainer):
     assert stopped.state.global_step == 1 + 2
 
 
+def test_trainer_that_has_stopped_early_trains_again(trainer):
+    stopped = trainer()
+    for _ in range(2):  # as in a search for hyperparameters
+        stopped.train()
+        assert stopped.state.global_step == 1 + 2
+
+
 @pytest.mark.parametrize("step", [2, 3])
 def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_path):
     trainer().train()

@@ -1,4 +1,4 @@
-"""Images and labels in batches: decoded, augmented, mixed and normalised."""
+"""Images and labels in batches: decoded, augmented, mixed and normalized."""
 
 import functools
 import logging
@@ -47,12 +47,12 @@ class BatchTransform:
     """Turn images into the model's inputs.
 
     Datasets decode and crop them, here or in worker processes. A call does the rest to a whole batch, on its device:
-    augment, mix and normalise. Random numbers depend on (seed, epoch, image) only.
+    augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
 
     Args:
-        image_processor: Resizes and normalises.
+        image_processor: Resizes and normalizes.
         stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
-        mixing: Makes the targets of training. In stages without augmentation it smooths them only.
+        mixing: Makes the targets of training. In stages without augmentation it mixes nothing.
         seed: Seed of augmentation and mixing.
 
     Raises:
@@ -83,7 +83,7 @@ class BatchTransform:
 
     def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
         """Decode an image as in `decode_image`: uint8 (3, height, width), for training reduced if it is large."""
-        # Evaluation sees the pixels of a pipeline.
+        # Without stages, the pixels are those of a pipeline.
         image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.stages else None)
         return TF.pil_to_tensor(image)
 
@@ -103,21 +103,21 @@ class BatchTransform:
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
         """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
-        ends = np.full((2, len(keys)), [[self.seed], [number]], np.uint64)
-        return SampleRNG(np.column_stack((ends[0], keys, ends[1])))
+        seeds, numbers = np.full((2, len(keys)), [[self.seed], [number]], np.uint64)
+        return SampleRNG(np.column_stack((seeds, keys, numbers)))
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Rescale and normalize pixels as the image processor does, but a batch on a device at once."""
-        of = self.image_processor
-        scale = 1 / of.rescale_factor if of.do_rescale else 1.0
+        """Rescale and normalize pixels as the image processor does, but a whole batch on its device."""
+        processor = self.image_processor
+        scale = 1 / processor.rescale_factor if processor.do_rescale else 1.0
         mean, std = (
             (torch.tensor(numbers).reshape(-1, 1, 1) * scale).to(images.device, non_blocking=True)
-            for numbers in ((of.image_mean, of.image_std) if of.do_normalize else (0.0, 1.0))
+            for numbers in ((processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0))
         )
         return (images.float() - mean).div_(std)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs of a batch of `ImageClassificationDataset`, with its other entries.
+        """Turn a batch of `ImageClassificationDataset` into the model's inputs, without `keys` and `stage`.
 
         `pixel_values` are float (B, 3, height, width). `labels` are targets of `targets.py`, in training also those of
         `Mixup`.
@@ -221,7 +221,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=None, row=key) for key in keys]
         indices = [sample.row for sample in samples]
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
-        stage = samples[0].stage if self.batch_transform.stages else None  # the sampler mixes no stages in a batch
+        stage = samples[0].stage if self.batch_transform.stages else None  # one for the whole batch
         if self._kept is not None:
             images = self.batch_transform.crop(read(self._kept, indices), numbers, stage).contiguous()
         else:

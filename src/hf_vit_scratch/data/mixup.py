@@ -56,7 +56,7 @@ class Mixup(MixingArguments):
         Args:
             images: uint8 (B, C, height, width). The last image of an odd batch stays as it is.
             labels: Class ids (B,), zeros and ones (B, L), or numbers (B, L), which are mixed as they are.
-            rng: Source of the shares; `None` to smooth the labels only.
+            rng: Source of the shares; `None` to mix nothing.
 
         Returns:
             The images, float if they are mixed, and the labels as they were, or float (B, L).
@@ -83,8 +83,8 @@ class Mixup(MixingArguments):
         """Draw how images are mixed with others of their size.
 
         Returns:
-            The share of the image outside the rectangle that comes from the other image, (B,); the rectangle's top,
-            left, height and width in pixels, (4, B); and the share of the image's own target, (B,).
+            The share of the image's own pixels outside the rectangle, (B,); the rectangle's top, left, height and
+            width in pixels, (4, B); and the share of the image's own target, (B,).
         """
         mixed = rng.uniform() < self.mixup_prob
         cut = rng.uniform() < (0.5 if self.mixup_alpha and self.cutmix_alpha else float(self.cutmix_alpha > 0))

@@ -85,7 +85,7 @@ def rope2d_cos_sin(
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # under autocast the queries have fewer bits than the table
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # in half precision or autocast, the table is float32
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -183,7 +183,7 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         self.norm_first = config.norm_first
         self.attention = ViTScratchAttention(config)
         self.mlp = ViTScratchMLP(config)
-        # Names of transformers' ViT, so that its weights load. Under post-LN each norm comes after its branch.
+        # Named as in transformers' ViT, for its weights. Under post-LN each norm comes after its branch.
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -259,7 +259,7 @@ def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_g
 
     Shapes: (1, prefix + rows * cols, D) -> (1, prefix + new rows * new cols, D). The class token's stays as it is.
     """
-    # An export for any size must trace the interpolation. Returning early would fix the size.
+    # An export for any size must trace the interpolation, even where the grids are equal now.
     for_any_size = torch.compiler.is_exporting() and any(isinstance(length, torch.SymInt) for length in new_grid)
     if not for_any_size and old_grid == new_grid:
         return positions
@@ -275,7 +275,7 @@ class ViTScratchEmbeddings(nn.Module):
     """Patches, the class token, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D), and the patches' grid.
 
     Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
-    LayerNorm follows ([3], as published in code). Images of another size get interpolated positions.
+    LayerNorm follows (in the code of [3]). Images of another size get interpolated positions.
     """
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
@@ -313,14 +313,14 @@ class ViTScratchEmbeddings(nn.Module):
 
 
 class ViTScratchPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of every model of this file, how weights start, and loading at another size."""
+    """The base of every model here: what transformers asks of it, initial weights, and loading at another size."""
 
     config: ViTScratchConfig
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. It sees **kwargs
-    # in `forward` and would conclude that the models take `num_items_in_batch` and divide.
+    # in `forward` and would think that the models take `num_items_in_batch` and do it.
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
@@ -346,7 +346,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ViTScratchEmbeddings):
-            # Children come first: this second draw replaces the one that the convolution got above.
+            # Children come first: this draw replaces that of the convolution, which came above.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             for token in (module.cls_token, module.mask_token):
@@ -402,7 +402,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     Outputs:
         last_hidden_state: (B, N, D), after pre-LN's final LayerNorm; with `fc_norm`, before it.
         pooler_output: (B, D), what the classifier reads: the class token of `last_hidden_state`, or the mean of its
-            patch tokens; with `fc_norm`, then normalized. It has no parameters, unlike that of transformers' ViT.
+            patch tokens; with `fc_norm`, then normalized. transformers' ViT has a trained layer here.
         hidden_states: The embeddings and each layer's output, (B, N, D), before the final LayerNorm.
         attentions: Each layer's weights, (B, H, N, N).
     """
@@ -545,7 +545,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
         if self.config.problem_type == "regression" and self.config.label_scale is not None:
-            wide = torch.promote_types(logits.dtype, torch.float32)  # half precision is too coarse for 1990
+            wide = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 rounds 1990 to 1992
             std, mean = logits.new_tensor([self.config.label_scale, self.config.label_mean], dtype=wide)
             logits = logits * std + mean
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
@@ -635,7 +635,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
-        Each passes the final LayerNorm, as in DINOv2's backbone: the last stage's map is `last_hidden_state`.
+        Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
         outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)

@@ -54,14 +54,14 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
-        if trainer.speed is not None and trainer.speed.model is not trainer.model:  # which `model_init` has made anew
+        if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             skipped = 0 if args.ignore_data_skip else state.global_step
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
-            # `restore_callback_states_from_checkpoint` would also restore that a signal has stopped the run.
+            # `restore_callback_states_from_checkpoint` would also bring back the stop that a signal caused.
             saved = state.stateful_callbacks[EarlyStoppingCallback.__name__]["attributes"]
             vars(trainer.early_stopping).update(saved)
             control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
@@ -142,8 +142,8 @@ class ViTTrainer(Trainer):
         self.ema: EMA | None = None
         self.clock = Clock(self.args)
         self.graceful_stop = GracefulStop(self.args)
-        self.stopped = False  # by a signal, once a checkpoint is due
-        self.has_started = False  # training has come to its first step
+        self.stopped = False  # a signal has ended the training
+        self.has_started = False  # the first batch has come
         self.resumed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
@@ -157,7 +157,7 @@ class ViTTrainer(Trainer):
             self.add_callback(self.early_stopping)
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(self.clock))
-        if self.is_fsdp_enabled:  # it warns at every step about an output that we do not change in place
+        if self.is_fsdp_enabled:  # it warns at each step of in-place changes, which we do not make
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
     # Training
@@ -171,7 +171,7 @@ class ViTTrainer(Trainer):
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self.has_started = self.stopped = False
-        self.graceful_stop.signal = 0
+        self.graceful_stop.signal = self.early_stopping.early_stopping_patience_counter = 0
         self.ema, self._unfinished_checkpoint = None, None
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         for dataset in (self.train_dataset, *(evaluated.values() if self.args.eval_strategy != "no" else ())):
@@ -260,7 +260,7 @@ class ViTTrainer(Trainer):
         if not isinstance(rows, ImageClassificationDataset):
             return super()._get_train_sampler(train_dataset)
         args = self.args
-        batch_size = max(1, self._train_batch_size * args.world_size)  # what is less, torch refuses
+        batch_size = max(1, self._train_batch_size * args.world_size)  # torch refuses 0, but later
         batches = len(rows) // batch_size if args.dataloader_drop_last else math.ceil(len(rows) / batch_size)
         steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
         epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
@@ -275,7 +275,7 @@ class ViTTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
-        # A run that has ended was resumed; the stock loop would train one step more.
+        # A run that ended and is resumed must add no step, as the stock loop would do.
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps or self.clock.progress >= 1
         if self.control.should_training_stop:
             return [], None
@@ -314,7 +314,7 @@ class ViTTrainer(Trainer):
     # Evaluation and log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the throughput of training since the last line, and the minutes since the start."""
+        """Add the throughput of training since the last line, and the minutes of the whole run."""
         if "loss" in logs and self.has_started:
             seconds = time.perf_counter() - self._logged_time
             logs["images_per_second"] = round(self._images * self.args.world_size / seconds, 1)
@@ -332,8 +332,8 @@ class ViTTrainer(Trainer):
         """Evaluate the averaged weights if there are any."""
         self.wait_for_push_before_forking()
         with self._averaged(), self._uncompiled_if(True):
-            # For several devices the last batch is padded with repeated images, which the stock mean counts twice.
-            # The loss of `compute_metrics` takes its place; numbers, masked images and others' metrics have none.
+            # With several devices the last batch is padded with repeated images, and the stock loss counts them. The
+            # loss of `compute_metrics` replaces it, where there is one: not for regression and masked images.
             output = super().evaluation_loop(*args, **kwargs)
         self.restart_throughput()
         return output
@@ -356,7 +356,7 @@ class ViTTrainer(Trainer):
             save_trained_weights(self.model, self._unfinished_checkpoint)
 
     def finish_checkpoint(self) -> None:
-        """Make the newest checkpoint complete, once all processes have written their parts of it."""
+        """Make the open checkpoint complete, once all processes have written their parts of it."""
         if self._unfinished_checkpoint is None:
             return
         self.accelerator.wait_for_everyone()
@@ -380,8 +380,8 @@ class ViTTrainer(Trainer):
             raise UserError(
                 "A checkpoint must hold exactly the model's tensors. "
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
-                "Resume with the configuration that the checkpoint was made with; a model that transformers saves "
-                "under other names than its own, as it does its ViT, cannot be loaded back: --save_strategy no."
+                "Resume with the configuration that the checkpoint was made with. A model whose saved names differ "
+                "from its own, as of transformers' ViT, needs --save_strategy no."
             )
 
     # The Hub
@@ -401,7 +401,7 @@ class ViTTrainer(Trainer):
     ) -> None:
         """Write the card of `hf_vit_scratch.evaluation.model_card` where the stock Trainer would write its own.
 
-        The stock Trainer writes that of a model of another class, with all options.
+        For a model of another class, the stock Trainer writes its own.
         """
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, **kwargs)
@@ -428,13 +428,15 @@ class ViTTrainer(Trainer):
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
         model, args, steps, compile_options = self.model, self.args, self.args.max_steps, {}
-        if not hasattr(model.config, "image_height_width"):
+        if not hasattr(getattr(model, "config", None), "image_height_width"):
             return None
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         rows: Any = self.train_dataset or ()
-        images = steps * args.train_batch_size if steps > 0 else args.num_train_epochs * len(rows)
+        images: float = steps * args.train_batch_size * args.gradient_accumulation_steps
+        if steps <= 0:
+            images = args.num_train_epochs * len(rows) / args.world_size
         pixels = example_batch_for(model, max(1, args.train_batch_size)).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
