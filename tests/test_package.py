@@ -103,7 +103,8 @@ print(type(AutoModel.from_config(AutoConfig.for_model("vit_scratch", **sizes))).
 
 
 @pytest.mark.parametrize(
-    "module", ["model.configuration_vit_scratch", "model.modeling_vit_scratch", "evaluation.metrics"]
+    "module",
+    ["model.configuration_vit_scratch", "model.modeling_vit_scratch", "evaluation.metrics", "evaluation.trust"],
 )
 def test_examples_in_docstrings(module):
     imported = importlib.import_module(f"hf_vit_scratch.{module}")

@@ -24,6 +24,7 @@ from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDatas
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.checkpointing import damaged_files
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -277,7 +278,7 @@ def test_search_is_for_the_loss_by_default_and_leaves_whole_checkpoints(ema_deca
     assert best.objective == pytest.approx(min(losses.found[1::2]))
     assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1"}
     for folder in ("run-0", "run-1"):
-        assert not (tmp_path / folder / "_incomplete").exists()
+        assert damaged_files(tmp_path / folder / "checkpoint-4") == []
         saved = ViTScratchForImageClassification.from_pretrained(tmp_path / folder / "checkpoint-4")
         assert saved.config.hidden_size == 16
 

@@ -19,6 +19,7 @@ from transformers import ViTImageProcessor, pipeline
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.conversion import export as export_module
+from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.conversion.export import FILES, ImageScores, export, labels_and_type
 from hf_vit_scratch.conversion.export_proof import evaluate_scores, milliseconds, odd_images, prove, scores_of_export
 from hf_vit_scratch.conversion.export_proof import scores_of_pipeline as expected_scores
@@ -212,6 +213,18 @@ def test_8_bit_integers_may_lose_half_a_point_or_three_images(wrong_images, is_r
     assert len(calls) == 1
     assert bool(faults) == is_refused
     assert not faults or faults[0].startswith("accuracy falls from 1.0000 to 0.9000, by more than 0.0750")
+
+
+def test_answers_that_change_are_a_fault_even_if_the_scores_hardly_do(labelled, monkeypatch):
+    answering, images, labels = labelled
+    even = np.full((len(images), 5), 0.2)
+    nearly = even + 1e-4 * np.eye(5)[1]
+    monkeypatch.setattr(export_proof, "scores_of_pipeline", lambda classifier, images: even[: len(images)])
+    monkeypatch.setattr(export_proof, "scores_of_export", lambda classify, images: nearly[: len([*images])])
+
+    faults = prove(answering, None, images, labels, False)["faults"]
+
+    assert faults[0] == "40 of 40 answers to test images change"
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

@@ -124,6 +124,15 @@ def test_log_says_that_there_are_no_near_duplicates(caplog):
     assert "here: no near duplicates were found." in caplog.text
 
 
+def test_test_split_keeps_the_copy():
+    pictures = pictures_of(12)
+    splits = {"train": rows_of(pictures[:6]), "validation": rows_of(pictures[6:10]), "test": rows_of(pictures[9:])}
+
+    kept, _ = keep_together(DataArguments(), splits, None)
+
+    assert {name: len(rows) for name, rows in kept.items()} == {"train": 6, "validation": 3, "test": 3}
+
+
 def test_all_images_of_a_split_that_are_elsewhere_are_refused():
     pictures = pictures_of(8)
     splits = {"train": rows_of(pictures), "test": rows_of(pictures)}

@@ -258,6 +258,15 @@ def test_without_a_test_split_half_of_validation_is_one(folder):
         assert np.bincount(rows["label"]).tolist() == [5, 5, 5]
 
 
+def test_validation_split_that_changes_is_read_again(folder):
+    _, before = stream_splits(str(folder))
+    write(folder, "validation", 1, 33)
+
+    _, after = stream_splits(str(folder))
+
+    assert [sum(map(len, splits.values())) for splits in (before, after)] == [30, 33]
+
+
 def test_test_split_without_labels_is_not_used(folder):
     write(folder, "test", 1, 12, unlabelled=True)
 

@@ -1,5 +1,7 @@
 """Transforms of whole batches against torchvision's of one image at a time."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
+from hf_vit_scratch.data import transforms
 from hf_vit_scratch.data.augmentation import GREY
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.transforms import (
@@ -187,6 +190,24 @@ def test_policy_draws_for_each_image(policy, images):
     assert torch.equal(same, images[:1].expand(200, -1, -1, -1))  # what is kept for the next epoch
 
 
+def test_policy_draws_every_operation_and_both_signs_equally_often(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        transforms, "apply", lambda images, names, strength, fill: drawn.append((names, strength)) or images
+    )
+    number, policy = 14_000, v2.TrivialAugmentWide()
+
+    random_policy(torch.zeros(number, 3, 4, 4, dtype=torch.uint8), SampleRNG([(n,) for n in range(number)]), policy, 0)
+
+    ((names, strength),) = drawn
+    counts = Counter(names.tolist())
+    assert {*counts} == {*policy._AUGMENTATION_SPACE}
+    assert all(850 < count < 1150 for count in counts.values())
+    for name, (_, signed) in policy._AUGMENTATION_SPACE.items():
+        negative = (strength[names == name] < 0).mean()
+        assert 0.4 < negative < 0.6 if signed else negative == 0
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=["trivialaugment", "randaugment"])
 def test_policy_does_the_same_to_an_image_in_any_batch(policy, images):
     together = random_policy(images, SampleRNG([(row,) for row in range(8)]), policy, GREY)
@@ -210,6 +231,15 @@ def test_shares_of_mixup_have_a_beta_distribution(alpha):
     *_, shares = mixup.draw((2, 2), SampleRNG(keys))
     torch.testing.assert_close(mixed[1::2, 0, 0, 0] / 255, torch.from_numpy(shares[1::2]).float())
     assert stats.kstest(shares, stats.beta(alpha, alpha).cdf).pvalue > 0.01
+
+
+def test_cutmix_takes_the_published_share_of_the_other_image():
+    # The mean area of a square of the area u about a uniform place, cut at the borders, with u uniform in [0, 1].
+    expected = 1 / 2 - 1 / 5 + 1 / 48
+
+    *_, kept = Mixup(2, cutmix_alpha=1.0).draw((200, 200), SampleRNG([(row,) for row in range(20_000)]))
+
+    assert 1 - kept.mean() == pytest.approx(expected, abs=0.01)
 
 
 def test_cutmix_is_chosen_for_half_where_both_are():

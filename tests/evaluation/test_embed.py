@@ -1,6 +1,8 @@
 """The command line that writes a vector for each image."""
 
+import os
 import re
+import sys
 
 import numpy as np
 import pyarrow.parquet
@@ -92,3 +94,18 @@ def test_folder_without_an_encoder_is_refused(tmp_path, photos, capsys):
     command = ["embed", str(tmp_path / "empty"), str(photos), "--output", str(tmp_path / "vectors.npz")]
     assert vit_scratch.main(command) == 2
     assert "empty cannot be loaded as an image encoder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take names in UTF-8 only")
+@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
+def test_name_that_is_not_in_utf_8_has_a_vector(suffix, saved, photographs, tmp_path):
+    photographs[0].resize((30, 20)).save(tmp_path / os.fsdecode(b"caf\xe9.png"))
+    output = tmp_path / f"vectors{suffix}"
+
+    assert (
+        vit_scratch.main(["embed", saved(), str(tmp_path / os.fsdecode(b"caf\xe9.png")), "--output", str(output)]) == 0
+    )
+
+    (name,), vectors = read(output)
+    assert name.endswith("caf\ufffd.png")
+    assert len(vectors) == 1

@@ -427,3 +427,10 @@ def test_output_to_a_special_file(saved, mixed_images):
     assert run(saved(), mixed_images, "--output", "/dev/null") == 0
 
     assert not Path("/dev/null").is_file()
+
+
+def test_files_of_a_folder_that_are_no_images_are_counted(mixed_images, caplog):
+    (mixed_images / "photo.heic").touch()
+
+    assert len(find_images([str(mixed_images)])) == 9
+    assert "1 files are no images by their names: 1 .heic" in caplog.text

@@ -4,13 +4,18 @@ import numpy as np
 import torch
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
+from helpers import TINY
 from PIL import Image
+from transformers import ViTImageProcessor
 from transformers.trainer_utils import PredictionOutput
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.data.dataset import BatchTransform
 from hf_vit_scratch.data.groups import LISTING
-from hf_vit_scratch.data.splits import load_splits
-from hf_vit_scratch.evaluation import report
+from hf_vit_scratch.data.images import denormalize
+from hf_vit_scratch.data.masking import MaskedImageDataset
+from hf_vit_scratch.data.splits import load_digits, load_splits
+from hf_vit_scratch.evaluation import figures, report
 
 
 def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
@@ -94,3 +99,36 @@ def test_classes_without_images_are_left_out_of_the_table():
 
     assert "cat" in table
     assert "dog" not in table
+
+
+def test_reconstruction_is_drawn_where_the_patch_was_hidden(tmp_path, monkeypatch):
+    rows = load_digits()["test"].select(range(3))
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
+    dataset = MaskedImageDataset(rows, BatchTransform(processor), patch_size=(2, 2))
+    model = ViTScratchForMaskedImageModeling(ViTScratchConfig(**TINY | {"image_size": 8, "patch_size": 2})).eval()
+    drawn = []
+    monkeypatch.setattr(report, "plot_images", lambda images, captions, path, columns: drawn.extend(images))
+
+    report.draw_reconstructions(model, dataset, tmp_path / "picture.png")
+
+    batch = dataset.batch_transform(dataset.__getitems__(range(3)))
+    with torch.no_grad():
+        reconstruction = model(batch["pixel_values"], batch["bool_masked_pos"]).reconstruction
+    hidden = batch["bool_masked_pos"].view(3, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).numpy()
+    images, shown, reconstructed = (np.stack([np.asarray(image) for image in drawn[n : n + 3]]) for n in (0, 3, 6))
+    assert np.array_equal(reconstructed[hidden], denormalize(reconstruction, processor)[hidden])
+    assert np.array_equal(reconstructed[~hidden], images[~hidden])
+    assert np.array_equal(shown[~hidden], images[~hidden])
+    assert len(np.unique(shown[hidden])) == 1
+
+
+def test_predicted_numbers_are_drawn_over_the_true_ones(tmp_path, monkeypatch):
+    drawn, new_figure = [], figures._new_figure
+    monkeypatch.setattr(figures, "_new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    true, predicted = np.array([[1.0], [2.0], [3.0]]), np.array([[1.5], [2.5], [9.0]])
+
+    figures.plot_numbers(true, predicted, ["age"], tmp_path / "picture.png")
+
+    (axes,) = drawn[0].axes
+    assert axes.collections[0].get_offsets().tolist() == [[1.0, 1.5], [2.0, 2.5], [3.0, 9.0]]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("true", "predicted")

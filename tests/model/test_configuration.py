@@ -154,6 +154,11 @@ def test_variant_sets_sizes_and_pre_ln_and_overrides_win():
     assert ViTScratchConfig.from_variant("S/16", norm_first=False).norm_first is False
 
 
+@pytest.mark.parametrize(("size", "num_heads"), [("Ti", 3), ("S", 6), ("B", 12), ("L", 16), ("H", 16)])
+def test_heads_of_the_published_sizes(size, num_heads):  # which no number of parameters shows
+    assert ViTScratchConfig.from_variant(f"{size}/16").num_attention_heads == num_heads
+
+
 @pytest.mark.parametrize("variant", ["S16", "S/0", "XL/16", "s/16", "S/16 "])
 def test_unknown_variant_is_refused(variant):
     with pytest.raises(ValueError, match=r"variant must be one of Ti, S, B, L, H, a slash and the patch size"):

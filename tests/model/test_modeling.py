@@ -266,9 +266,38 @@ def test_post_ln_embeddings_are_normalised(pixel_values):
     assert grid == (4, 3)
 
 
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("field", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+@torch.no_grad()
+def test_dropout_is_for_training_only(field, attn_implementation, pixel_values):
+    model = tiny_model(attn_implementation=attn_implementation, **{field: 0.5})
+    plain = tiny_model(attn_implementation=attn_implementation)
+    plain.load_state_dict(model.state_dict())
+
+    assert_equal(model(pixel_values).last_hidden_state, plain(pixel_values).last_hidden_state)
+    attention, tokens = model.layers[0].attention.train(), torch.randn(3, 13, 32, dtype=torch.float64)
+    expected = plain.layers[0].attention(tokens)[0]
+    assert torch.allclose(attention(tokens)[0], expected) == (field == "hidden_dropout_prob")
+
+
+@torch.no_grad()
+def test_dropout_leaves_out_half_of_the_embeddings_and_of_each_branch(pixel_values):
+    model = tiny_model(hidden_dropout_prob=0.5).train()
+    shares = []
+    for layer in model.layers:
+        layer.drop_path.register_forward_pre_hook(lambda _, args: shares.append((args[0] == 0).double().mean()))
+
+    embeddings, _ = model.embeddings(pixel_values)
+    model(pixel_values)
+
+    shares.append((embeddings == 0).double().mean())
+    assert len(shares) == 2 * len(model.layers) + 1
+    assert all(0.4 < share < 0.6 for share in shares)
+
+
 @pytest.mark.parametrize(
     ("variant", "num_parameters"),
-    [("Ti/16", 5_717_416), ("S/16", 22_050_664), ("B/16", 86_567_656), ("L/16", 304_326_632)],
+    [("Ti/16", 5_717_416), ("S/16", 22_050_664), ("B/16", 86_567_656), ("L/16", 304_326_632), ("H/14", 632_045_800)],
 )
 def test_parameter_count_of_published_sizes(variant, num_parameters):
     with torch.device("meta"):

@@ -232,19 +232,3 @@ def test_missing_final_norm_is_seen():
     model.layernorm.forward = lambda hidden_states: hidden_states
 
     assert largest_difference(model, random(3, 16, 24)) > 1e-3
-
-
-def test_positions_do_not_depend_on_the_batch():
-    model = make_model()
-    images = torch.from_numpy(random(5, 3, 16, 24))
-
-    assert model.embeddings.position_embeddings.shape == (1, 13, 32)
-    for image, tokens in zip(images, model(images).last_hidden_state, strict=True):
-        torch.testing.assert_close(tokens, model(image[None]).last_hidden_state[0], rtol=0, atol=1e-10)
-
-
-def test_pixels_that_are_not_normalised_are_refused(photographs):
-    pixels = torch.from_numpy(np.array(photographs[0].resize((24, 16)))).permute(2, 0, 1)[None]  # 0 to 255
-
-    with pytest.raises(TypeError, match=r"floating point tensor of normalized pixels, got torch.uint8"):
-        make_model()(pixels)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train_script import ROOT, SMALL, train
+from test_train_script import ROOT, SMALL
 from test_trainer import make_trainer
 
 from hf_vit_scratch.errors import UserError
@@ -126,12 +126,3 @@ def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
     make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
 
     assert most == 2
-
-
-def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_repeated(tmp_path):
-    output_dir = tmp_path / "run"
-    with lock_run_directory(ViTTrainingArguments(output_dir=str(output_dir), use_cpu=True)):
-        (output_dir / "recipe.yaml").write_text("seed: 1")
-    train.main([*SMALL, "--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no",
-                "--load_best_model_at_end", "false", "--output_dir", str(output_dir)])  # fmt: skip
-    assert (output_dir / "metrics.json").is_file()

@@ -199,6 +199,7 @@ def test_dropout_of_the_attention_is_as_in_the_plain_model():
     expected = plain(pixels).logits
     torch.manual_seed(1)
     assert torch.equal(fast(pixels).logits, expected)
+    assert not torch.equal(expected, plain.eval()(pixels).logits)
 
 
 @pytest.mark.parametrize("choice", ["eager+convolution", "sdpa+packed"])

@@ -262,3 +262,14 @@ def test_own_photographs_of_mixed_modes_train_with_the_recipe_and_the_choices_ar
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()) == recipe
     with pytest.raises(UserError, match=r"with another recipe: weight_decay 0\.5"):
         train.main([*argv, "--resume_from_checkpoint", "true", "--weight_decay", "0.5"])
+
+
+def test_numbers_are_neither_mixed_nor_changed_by_a_policy(monkeypatch):
+    monkeypatch.setattr(auto_config, "measure_speed", lambda *_: 1e6)
+    args, recipe = parse_recipe([YOUR_IMAGES, "--num_train_epochs", "500"])
+    config = model_config(args.model, ["angle"])
+    config.problem_type = "regression"
+
+    auto_config.fit_length(args, config, 1000, recipe)
+
+    assert (args.augmentation.auto_augment, args.mixing.mixup_alpha, args.mixing.cutmix_alpha) == ("none", 0, 0)

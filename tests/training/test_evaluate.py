@@ -16,6 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import vit_scratch
 from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 SAME = ("test_accuracy", "test_top5_accuracy", "test_loss", "per_class", "confusion_matrix", "calibration", "labels")
 
@@ -248,3 +249,12 @@ def test_model_of_another_library_is_refused(refused, tmp_path):
     ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "vit")
     message = refused("--data", "digits", model=tmp_path / "vit")
     assert message.endswith("got ViTForImageClassification. Convert it with `vit-scratch convert`.")
+
+
+def test_run_that_was_pushed_is_evaluated_without_the_hub(run, evaluate, tmp_path, monkeypatch):
+    pushed = shutil.copytree(run[0], tmp_path / "pushed", symlinks=True)
+    with (pushed / "recipe.yaml").open("a") as file:
+        file.write("push_to_hub: true\n")
+    monkeypatch.setattr(ViTTrainer, "init_hf_repo", lambda *args, **options: pytest.fail("the Hub is called"))
+
+    assert evaluate(model=pushed)["test_accuracy"] == run[1]["test_accuracy"]

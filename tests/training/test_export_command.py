@@ -44,7 +44,9 @@ def onnx(run):
 
 def test_export_writes_the_model_with_all_that_it_needs(onnx):
     assert sorted(path.name for path in onnx.iterdir()) == FILES
-    assert (onnx / "requirements.txt").read_text().splitlines()[0].startswith("onnxruntime==")
+    runtime, *others = (onnx / "requirements.txt").read_text().splitlines()
+    assert runtime.startswith("onnxruntime==")
+    assert others == ["pillow"]
     assert (onnx / "predict.py").read_text() == Path(exported.__file__).read_text()
 
 

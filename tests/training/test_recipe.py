@@ -270,3 +270,20 @@ def test_command_that_a_run_begins_with_does_not_resume(resuming):
 def test_progress_bars_are_for_terminals(is_terminal, given, disabled, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     assert parse_recipe(given)[0].training.disable_tqdm is disabled
+
+
+def test_number_of_workers_of_a_stream_is_part_of_the_run(tmp_path):
+    make_checkpoint(tmp_path, 3)
+    settings = {"streaming": True, "max_steps": 9}
+    begun, now = Recipe(), Recipe()
+    begun.add(settings | {"dataloader_num_workers": 2}, "flag")
+    now.add(settings | {"dataloader_num_workers": 1}, "flag")
+    begun.save(tmp_path, "the command")
+    args = ViTTrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
+
+    with pytest.raises(UserError, match=r"another recipe: dataloader_num_workers 1 \(was 2\)"):
+        resolve_checkpoint(args, now)
+    for recipe in (begun, now):
+        del recipe.settings["streaming"]
+    begun.save(tmp_path, "the command")
+    assert resolve_checkpoint(args, now) is not None

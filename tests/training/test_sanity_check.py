@@ -43,7 +43,19 @@ def test_digits_pass(capsys, tmp_path):
     train.main([*SMALL, *short, "--output_dir", str(tmp_path)])
 
 
-def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_folders):
+@pytest.fixture
+def without(monkeypatch):
+    """Leave out parts of the check that take time."""
+
+    def without(*names):
+        for name in names:
+            monkeypatch.setattr(sanity_check, name, lambda trainer: [])
+
+    return without
+
+
+def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_folders, without):
+    without("_overfit", "_trial")
     for number in range(3, 12):
         (class_folders / "flower" / f"{number:02}.jpg").unlink()
     for number in range(12, 60):
@@ -70,7 +82,8 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
     assert "width 96 to 96, height 64 to 64" in lines["Images"]
 
 
-def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch):
+def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch, without):
+    without("_trial")
     batch = sanity_check._batch
 
     def same_images(*args, **kwargs):
@@ -86,7 +99,8 @@ def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, m
     assert "images by heart. Are labels and images those that belong together" in printed
 
 
-def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path):
+def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path, without):
+    without("_overfit")
     passed, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path), "--learning_rate", "1e-9")
 
     assert not passed
@@ -94,7 +108,8 @@ def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path):
     assert "The loss has hardly moved in a short trial. Do the labels belong to the images" in printed
 
 
-def test_samples_are_plain_above_and_mixed_below(capsys, tmp_path, monkeypatch):
+def test_samples_are_plain_above_and_mixed_below(capsys, tmp_path, monkeypatch, without):
+    without("_overfit", "_trial", "data_report")
     drawn = []
     monkeypatch.setattr(sanity_check, "plot_images", lambda images, captions, path: drawn.extend(captions))
     check(capsys, *SMALL, "--output_dir", str(tmp_path), "--mixup_alpha", "0.8", "--mixup_prob", "1")
@@ -106,6 +121,7 @@ def test_samples_are_plain_above_and_mixed_below(capsys, tmp_path, monkeypatch):
 def test_speed_is_measured_in_the_precision_of_the_run(capsys, tmp_path, monkeypatch):
     precisions, loss = set(), ViTScratchForImageClassification._loss
     monkeypatch.setattr(sanity_check, "_overfit", lambda trainer: [])  # which is in float32
+    monkeypatch.setattr(sanity_check, "TRIAL_SECONDS", 0.2)
     monkeypatch.setattr(
         ViTScratchForImageClassification,
         "_loss",
@@ -115,3 +131,13 @@ def test_speed_is_measured_in_the_precision_of_the_run(capsys, tmp_path, monkeyp
     check(capsys, *SMALL, "--output_dir", str(tmp_path), "--bf16", "true", "--speed_choice", "plain")
 
     assert precisions == {torch.bfloat16}
+
+
+def test_minutes_count_the_larger_images_of_later_training(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanity_check, "images_per_second", lambda step, seconds: 100.0)
+
+    train.main([*SMALL, "--data_report", "true", "--output_dir", str(tmp_path / "run"), "--num_train_epochs", "100",
+                "--initial_image_size", "4", "--initial_image_size_fraction", "0.5"])  # fmt: skip
+
+    # 1,295 images at first, half of the time with four times as many pixels
+    assert f"about {2.5 * 100 * 1295 / 100 / 60:.1f} minutes of training, 100 passes" in capsys.readouterr().out

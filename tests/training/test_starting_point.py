@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 import yaml
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as ImageFeature
 from helpers import randomize_
 from safetensors.torch import load_file
 from test_train_script import train
@@ -128,6 +130,20 @@ def test_classifier_is_new_where_the_classes_differ(names, begin, tmp_path, clas
     assert model.classifier.weight.std() < 0.05  # newly drawn, and not of the 0.2 of the source
     assert torch.equal(model.vit.layers[1].mlp.fc2.weight, source.vit.layers[1].mlp.fc2.weight)
     assert caplog.messages[-1].endswith(f"new classifier for {len(names)} classes")
+
+
+def test_classifier_is_new_where_the_classes_come_in_another_order(begin, tmp_path, photographs):
+    transformers_vit(tmp_path / "vit")  # flower, temple
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    rows = {"image": [photographs[0].resize((30, 20))] * 20, "label": [0, 1] * 10}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "data.parquet")
+
+    model, _ = begin(
+        "--model", str(tmp_path / "vit"), "--data", str(tmp_path / "data.parquet"), "--near_duplicates", "ignore"
+    )
+
+    assert list(model.config.id2label.values()) == ["temple", "flower"]
+    assert model.classifier.weight.std() < 0.05  # newly drawn, and not of the 0.2 of the source
 
 
 def test_weights_of_half_precision_are_trained_in_float32(begin, vit):
