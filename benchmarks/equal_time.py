@@ -122,7 +122,7 @@ def build(fields: dict[str, Any]) -> ViTScratchForImageClassification:
 
 def stepper(model: ViTScratchForImageClassification) -> Callable[[int], float]:
     """Return a function that takes one step on random images of a size and returns its seconds."""
-    args = ViTTrainingArguments("unused", muon=True, learning_rate=1e-3, weight_decay=0.05)
+    args = ViTTrainingArguments("unused", use_cpu=True, muon=True, learning_rate=1e-3, weight_decay=0.05)
     optimizer = build_optimizer(model, args, torch.optim.AdamW, {"fused": True})
 
     def step(size: int) -> float:

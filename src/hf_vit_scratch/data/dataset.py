@@ -84,7 +84,7 @@ class BatchTransform:
     def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
         """Decode an image as in `decode_image`: uint8 (3, height, width), for training reduced if it is large."""
         # Without stages, the pixels are those of a pipeline.
-        image = decode_image(row, name, enough=2 * max(self.kept_size()) if self.stages else None)
+        image = decode_image(row, name, enough=2 * max(self.kept_size()) if any(self.stages) else None)
         return TF.pil_to_tensor(image)
 
     def resize(self, images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -194,7 +194,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             elif self.cache_images:
                 self._kept = keep_in_file(shape, self._decode_into, self.rows, self.image_processor.resample)
                 place = f"kept in {self._kept}"
-            if self.batch_transform.stages:  # one line for the training images is enough
+            if any(self.batch_transform.stages):  # one line for the training images is enough
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
         return self._is_in_memory

@@ -139,7 +139,7 @@ def _list_near_duplicates(
         columns = {"image_1": names[one], "split_1": places[one], "image_2": names[other], "split_2": places[other]}
         table = pd.DataFrame(columns | {"same_label": same})
         listing.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(listing, index=False, errors="surrogateescape")
+        table.to_csv(listing, index=False)
 
 
 def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray[Any] | None, seed: int) -> None:

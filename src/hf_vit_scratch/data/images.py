@@ -77,7 +77,9 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
 def warn_of_others(folder: Path, others: Counter[str]) -> None:
     """Log which files of a folder are not used, by the second result of `find_image_files`."""
     if others:
-        listed = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
+        listed = ", ".join(
+            f"{number} {suffix}" for suffix, number in Counter(dict(sorted(others.items()))).most_common(5)
+        )
         logger.warning("%s: %d files are no images by their names: %s", folder, others.total(), listed)
 
 

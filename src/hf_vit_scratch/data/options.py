@@ -34,7 +34,7 @@ def flag(default: Any, help: str) -> Any:
 
 
 class _Options:
-    """Options that keep to their types and to `RULES`.
+    """Options that keep to their choices and to `RULES`.
 
     Raises:
         UserError: A value is out of its range; the message names it.
@@ -105,7 +105,9 @@ class AugmentationArguments(_Options):
     rotation_degrees: float = flag(0.0, "Largest rotation to either side.")
     translate: float = flag(0.0, "Largest shift, as a share of height and width.")
     scale: float = flag(0.0, "Largest relative change of size.")
-    auto_augment: Literal["none", "randaugment", "trivialaugment"] = flag("none", "A policy of random operations.")
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = flag(
+        "none", "A policy of random operations: none, randaugment or trivialaugment."
+    )
     randaugment_num_ops: int = flag(2, "Operations that RandAugment draws per image.")
     randaugment_magnitude: int = flag(9, "Strength of RandAugment, 0 to 30.")
     random_erasing_prob: float = flag(0.0, "Probability that a random rectangle turns grey.")

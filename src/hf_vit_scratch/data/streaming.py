@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _Row = tuple[int, dict[str, Any]]  # how often the split was read before, and the row
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ImageClassificationStream(torch.utils.data.IterableDataset):
     """Endless batches as those of `ImageClassificationDataset`, of a split that is read while training.
 

@@ -97,7 +97,7 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
         if "split" in rows.column_names:
-            names = [str(name).lower() for name in rows["split"]]
+            names = [str(name or "").lower() for name in rows["split"]]
             if unknown := {*names} - SPLITS_BY_NAME.keys():
                 raise UserError(
                     f"{table}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "

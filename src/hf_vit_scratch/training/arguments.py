@@ -100,8 +100,10 @@ class ViTTrainingArguments(TrainingArguments):
     # Ours.
     task: str = flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
     mask_ratio: float = flag(0.6, "Masked image modelling: share of an image that is masked.")
-    mask_patch_size: int | None = flag(None, "Masked image modelling: side of a masked square, pixels; a patch's.")
-    check: bool = flag(False, "Look at the data and try the model for a minute instead of training.")
+    mask_patch_size: int | None = flag(
+        None, "Masked image modelling: side of a masked square in pixels; by default a patch's."
+    )
+    check: bool = flag(False, "Look at the data and try the model for a minute and a half instead of training.")
     data_report: bool = flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
     fit_to_images: bool = flag(
         False, "Choose by the images what is not set: sizes, batch, epochs, augmentation. The log says what and why."
@@ -111,7 +113,9 @@ class ViTTrainingArguments(TrainingArguments):
     )
     local_attention: bool = flag(False, "Start half of the heads of a rope2d model with attention to near patches.")
     muon: bool = flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
-    muon_learning_rate: float | None = flag(None, "Learning rate of Muon; that of AdamW, to whose size it is scaled.")
+    muon_learning_rate: float | None = flag(
+        None, "Learning rate of Muon; by default learning_rate, as its steps have AdamW's size."
+    )
     muon_beta2: float | None = flag(
         None, "NorMuon: decay per step of the squared updates of each neuron, such as 0.95; plain Muon without it."
     )
@@ -132,7 +136,9 @@ class ViTTrainingArguments(TrainingArguments):
     )
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
-        None, "Minutes to train, if the epochs do not end before; the schedule follows."
+        None,
+        "Minutes to train, if the epochs do not end before. The schedule follows. Its numbers of steps are parts of "
+        "10,000.",
     )
     eval_tta: str | None = flag(
         None, "flip: report the test split also with the mean logits of each image and its mirror image."

@@ -96,7 +96,8 @@ def main(argv: Sequence[str]) -> None:
     }
     (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shutil.copy(exported.__file__, folder / "predict.py")
-    (folder / "requirements.txt").write_text(f"{runtime}=={version(runtime)}\npillow\n", encoding="utf-8")
+    needed = [f"{runtime}=={version(runtime)}", "pillow", *(["numpy"] if runtime == "torch" else [])]
+    (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
     logger.info(
         "\n%s\nFiles      %s: %s, predict.py, requirements.txt, export.json", summary(facts), folder, path.name
     )

@@ -159,13 +159,15 @@ def model_config(
         raise UserError(f"--model {model} does not fit: {listed}. Leave that to the saved model.")
     given["id2label"] = dict(enumerate(label_names))
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
-    with blame_the_user():
+    try:
         if start is not None:
             unset = dict.fromkeys(("problem_type", "label_mean", "label_scale"))  # which follow from the labels
             config = ViTScratchConfig.from_dict(start.to_dict() | unset, **given)
             config.validate()
             return config
         return ViTScratchConfig(**given) if model is None else ViTScratchConfig.from_variant(model, **given)
+    except (ValueError, TypeError) as error:  # already in our own words
+        raise UserError(str(error)) from error
 
 
 def _recipe_path(name: str) -> Path:

@@ -27,7 +27,7 @@ from ..data.mixup import Mixup
 from ..data.splits import absolute, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
 from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, scarcity, targets_of
-from ..errors import UserError, blame_the_files, blame_the_user
+from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
@@ -350,7 +350,10 @@ def push(trainer: ViTTrainer) -> None:
     if not trainer.args.push_to_hub:
         return
     output_dir = Path(trainer.args.output_dir)
-    exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
-    again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
-    with blame_the_files(f"The run is whole in {output_dir}, but not on the Hub. Try {again}"):
+    try:
         trainer.push_to_hub()
+    except Exception as error:
+        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
+        again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
+        reason = " ".join(str(error).split())
+        raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -94,11 +93,11 @@ class _Hooks(TrainerCallback):
         self.trainer.restart_throughput()
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # During training the stock Trainer pushes a checkpoint, without the model's code and our card.
+        # The stock Trainer pushes a checkpoint without the model's code and our card.
         trainer, output_dir = self.trainer, Path(args.output_dir)
-        if trainer.is_in_train:
+        if trainer.is_in_train and trainer.pushed_checkpoint is not None and state.is_world_process_zero:
             trainer._finish_current_push()  # it still reads the files that are replaced below
-            for code in (output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").glob("*.py"):
+            for code in trainer.pushed_checkpoint.glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
             trainer.create_model_card()
 
@@ -145,6 +144,7 @@ class ViTTrainer(Trainer):
         self.stopped = False  # a signal has ended the training
         self.has_started = False  # the first batch has come
         self.resumed_checkpoint: Path | None = None
+        self.pushed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
         self._images_in_step = 0
@@ -247,10 +247,10 @@ class ViTTrainer(Trainer):
             self.args.dataloader_drop_last = drop_last
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # Decoded images become the model's inputs on the model's device.
+        # Decoded images become the model's inputs on the model's device, those of training in its training mode.
         inputs = super()._prepare_inputs(inputs)
-        handler: Any = self.callback_handler
-        dataset: Any = self.train_dataset if self.model.training else handler.eval_dataloader.dataset
+        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
+        dataset: Any = self.train_dataset if self.model.training else evaluated
         if hasattr(dataset, "batch_transform") and inputs["pixel_values"].dtype == torch.uint8:
             inputs = dataset.batch_transform(inputs)
         return inputs
@@ -389,6 +389,7 @@ class ViTTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # The stock Trainer would push a checkpoint that is not complete. All processes come here.
         self.finish_checkpoint()
+        self.pushed_checkpoint = Path(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
 
     def wait_for_push_before_forking(self) -> None:
@@ -410,7 +411,8 @@ class ViTTrainer(Trainer):
             return
         output_dir, license = Path(self.args.output_dir), license or self.args.license
         name = model_name or output_dir.resolve().name
-        if self.args.task == "image-classification" and (output_dir / "metrics.json").is_file():
+        is_tested = self.args.task == "image-classification" and (output_dir / "metrics.json").is_file()
+        if is_tested and not self.is_in_train:
             make_card([output_dir], output_dir / "README.md", name=name, license=license)
             return
         status = "It was not tested."
