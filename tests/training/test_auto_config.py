@@ -113,6 +113,15 @@ def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, po
     assert chosen["auto_augment"] == policy
 
 
+@pytest.mark.parametrize(("epochs", "share"), [("20", 0.1), ("96", 0.1), ("384", 0.025)])
+def test_last_tenth_but_150_steps_at_most_is_neither_changed_nor_mixed(epochs, share, monkeypatch):
+    flags = ["--per_device_train_batch_size", "128", "--num_train_epochs", epochs]
+    chosen, lines = length(2_000, 1e6, monkeypatch, *flags)
+
+    assert chosen["augmentation_off_fraction"] == share
+    assert any(f"augmentation_off_fraction {share}" in line for line in lines)
+
+
 def test_what_is_set_is_not_chosen():
     flags = ["--image_size", "48", "96", "--hidden_size", "64", "--random_resized_crop_scale", "0.9"]
 

@@ -42,6 +42,7 @@ FEWEST_PASSES, MOST_PASSES = 30, 600
 PASSES_SAVED = 10  # a trained model needs so many times fewer
 # From so many passes over the same images on, they are mixed, and changed by a policy as well.
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
+UNCHANGED_STEPS = 150  # the last ones, or a tenth of all if that is less: their images are neither changed nor mixed
 
 
 def _choose(args: Arguments, recipe: Recipe, reason: str, **values: Any) -> None:
@@ -126,6 +127,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
     choose(seen, auto_augment="trivialaugment" if changes else "none")
+    steps = passes * number / (training.train_batch_size * training.gradient_accumulation_steps * training.world_size)
+    choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
         choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha)
