@@ -5,7 +5,7 @@
 
 `run` makes the data sets of `own_images_data.py` and runs what is missing: each method on each data set, one process
 after the other, on the cores of `--cores`. A finished run is a JSON file in `--output_dir` and is not repeated, so the
-benchmark can be stopped and continued. `table` prints what is there as Markdown.
+benchmark can be stopped and continued. Delete results of an older commit. `table` prints what is there as Markdown.
 
 - `ours`: `python train.py your_images --data FOLDER --max_train_minutes ...`, as a newcomer types it.
 - `timm_vit`: timm's `VisionTransformer` of the size that `ours` has chosen; AdamW at 1e-3, warm-up of 5%, cosine.

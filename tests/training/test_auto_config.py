@@ -113,10 +113,10 @@ def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, po
     assert chosen["auto_augment"] == policy
 
 
-@pytest.mark.parametrize(("epochs", "share"), [("20", 0.1), ("96", 0.1), ("384", 0.025)])
-def test_last_tenth_but_150_steps_at_most_is_neither_changed_nor_mixed(epochs, share, monkeypatch):
-    flags = ["--per_device_train_batch_size", "128", "--num_train_epochs", epochs]
-    chosen, lines = length(2_000, 1e6, monkeypatch, *flags)
+@pytest.mark.parametrize(("number", "epochs", "share"), [(2000, 20, 0.1), (2000, 93, 0.1), (450, 600, 0.0625)])
+def test_last_tenth_but_150_steps_at_most_is_neither_changed_nor_mixed(number, epochs, share, monkeypatch):
+    flags = ["--per_device_train_batch_size", "128", "--num_train_epochs", str(epochs)]
+    chosen, lines = length(number, 1e6, monkeypatch, *flags)
 
     assert chosen["augmentation_off_fraction"] == share
     assert any(f"augmentation_off_fraction {share}" in line for line in lines)

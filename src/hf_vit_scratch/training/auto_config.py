@@ -127,7 +127,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
     choose(seen, auto_augment="trivialaugment" if changes else "none")
-    steps = passes * number / (training.train_batch_size * training.gradient_accumulation_steps * training.world_size)
+    batches = math.ceil(number / (training.train_batch_size * training.world_size))
+    steps = passes * math.ceil(batches / training.gradient_accumulation_steps)
     choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0

@@ -184,7 +184,7 @@ def data_report(trainer: ViTTrainer) -> str:
         # The measured batches are those of the beginning, when images may be smaller.
         sizes = [dataset.batch_transform.image_size(trainer.stage(share / 100)) for share in range(100)]
         slower = sum(map(math.prod, sizes)) / len(sizes) / math.prod(sizes[0])
-        needed = slower * passes * len(dataset) / (min(loading, computing) * trainer.args.world_size) / 60
+        needed = passes * len(dataset) / (min(loading, computing / slower) * trainer.args.world_size) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
         print(f"Time       about {minutes:.1f} minutes of training, {passes:.0f} passes over the images")

@@ -353,7 +353,7 @@ def push(trainer: ViTTrainer) -> None:
     try:
         trainer.push_to_hub()
     except Exception as error:
-        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*"]
+        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*", "--exclude", "training_args.bin"]
         again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
         reason = " ".join(str(error).split())
         raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
