@@ -168,10 +168,10 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             )
             without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
             if without.size:
-                names = [label_names(rows.features["label"])[place] for place in without]
+                names = [label_names(rows.features["label"])[place] for place in without[:5]]
                 logger.warning(
-                    "%s: %s has no image of the classes %s, whose groups or near duplicates are too large.",
-                    args.data, name, names,
+                    "%s: %s has no image of %d classes, whose groups or near duplicates are too large, such as %s.",
+                    args.data, name, without.size, names,
                 )  # fmt: skip
 
 
