@@ -23,6 +23,7 @@ from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.conversion.export import FILES, ImageScores, export, labels_and_type
 from hf_vit_scratch.conversion.export_proof import evaluate_scores, milliseconds, odd_images, prove, scores_of_export
 from hf_vit_scratch.conversion.export_proof import scores_of_pipeline as expected_scores
+from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import exported
 from hf_vit_scratch.evaluation.metrics import summarize_logits
@@ -227,6 +228,16 @@ def test_answers_that_change_are_a_fault_even_if_the_scores_hardly_do(labelled, 
     assert faults[0] == "40 of 40 answers to test images change"
 
 
+def test_classes_of_one_name_have_their_own_scores():
+    answering = classifier()
+    image = Image.new("RGB", (24, 16), "red")
+    expected = expected_scores(answering, [image])
+    answering.model.config.id2label = dict.fromkeys(range(5), "crane")
+
+    np.testing.assert_array_equal(expected_scores(answering, [image]), expected)
+    assert answering.model.config.id2label == dict.fromkeys(range(5), "crane")
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_scores_that_are_no_numbers_are_a_fault(wrong, labelled):
     answering, images, labels = labelled
@@ -276,6 +287,21 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(export_module.PACKAGES, "onnx", ("numpy", "no_such_package"))
     with pytest.raises(UserError, match=r"--format onnx needs more packages: python -m pip install no_such_package$"):
         export_module.refuse_missing_packages("onnx")
+
+
+@pytest.mark.parametrize(("mode", "highest", "reads"), [("I;16", 200, True), ("I;16", 300, False), ("F", 1, False)])
+def test_exported_script_reads_the_grey_values_that_training_reads(mode, highest, reads, tmp_path):
+    values = np.linspace(0, highest, 64).reshape(8, 8)
+    Image.fromarray(values.astype({"I;16": np.uint16, "F": np.float32}[mode])).save(tmp_path / "grey.tiff")
+    row = {"path": str(tmp_path / "grey.tiff"), "bytes": None}
+    if reads:
+        expected = np.array(decode_image(row, "grey"))
+        np.testing.assert_array_equal(exported.read_image(tmp_path / "grey.tiff"), expected)
+        return
+    with pytest.raises(ValueError, match=rf"its grey values go up to {highest:g} instead of 255"):
+        exported.read_image(tmp_path / "grey.tiff")
+    with pytest.raises(UserError, match=r"its grey values go from 0 to"):
+        decode_image(row, "grey")
 
 
 def test_exported_script_says_how_it_is_used(tmp_path):

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
-from hf_vit_scratch.data import cache
 from hf_vit_scratch.data import dataset as data
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset, collate
@@ -138,6 +137,29 @@ def test_rare_class_is_in_every_split(tmp_path, photographs):
 
     counts = {name: np.bincount(rows["label"]).tolist() for name, rows in splits.items()}
     assert counts == {"train": [180, 1], "validation": [10, 1], "test": [10, 1]}
+
+
+def test_fraction_of_a_split_that_is_there_is_said_to_change_nothing(caplog):
+    load_splits("digits", validation_fraction=0.2, test_fraction=0.2, near_duplicates="ignore")
+    assert caplog.messages == ["digits has a test split, so --test_fraction changes nothing."]
+
+
+@pytest.mark.parametrize("name", ["parquet", "photos"])
+def test_folder_of_parquet_files_may_have_any_name(name, tmp_path, monkeypatch):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    pictures = [Image.new("L", (2, 2), number) for number in range(40)]
+    (tmp_path / name).mkdir()
+    write_parquet(tmp_path / name / "train.parquet", features, image=pictures, label=[0, 1] * 20)
+    monkeypatch.chdir(tmp_path)
+    assert sum(map(len, load_splits(name, near_duplicates="ignore").values())) == 40
+
+
+def test_folder_of_parquet_files_with_brackets_is_refused(tmp_path):
+    folder = tmp_path / "photos [2024]"
+    folder.mkdir()
+    (folder / "train.parquet").touch()
+    with pytest.raises(UserError, match=r"the path of a folder of parquet files must hold none of \*\?\[\. Rename it"):
+        load_splits(str(folder))
 
 
 def test_fraction_that_leaves_too_little_is_refused(class_folders):
@@ -498,6 +520,14 @@ def test_size_and_mode_are_those_of_the_upright_image(photographs, monkeypatch):
     assert size_and_mode(encode(image, "PNG", exif=exif), "an image") == ((20, 30), "L")
     monkeypatch.setattr(Image.Image, "getexif", lambda self: {0x0112: "6"})  # some cameras
     assert size_and_mode(encode(image, "PNG"), "an image") == ((30, 20), "L")
+
+
+@pytest.mark.parametrize("format", ["TIFF", "PNG", "JPEG"])
+def test_size_of_an_image_on_its_side_is_that_of_its_pixels(format, photographs):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    row = encode(photographs[0].resize((30, 20)), format, exif=exif)
+    assert size_and_mode(row, "an image")[0] == decode_image(row, "an image").size == (20, 30)
 
 
 def test_exif_rotation_is_undone(photographs):
@@ -991,7 +1021,7 @@ def test_missing_image_is_named_when_a_cache_is_filled(image_processor, photogra
 
 def test_cache_that_the_disk_cannot_hold_is_refused(image_processor, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     rows = photographs_in_files(tmp_path, photographs)
     dataset = ImageClassificationDataset(rows, BatchTransform(image_processor), cache_images=True)
 

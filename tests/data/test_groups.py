@@ -225,6 +225,14 @@ def test_groups_that_cannot_be_found_are_refused(class_folders, by, message):
         load_splits(str(class_folders), group_by=by)
 
 
+def test_empty_cells_are_no_group(tmp_path):
+    save(tmp_path, pictures_of(4), [f"{number}.png" for number in range(4)])
+    lines = [f"{number}.png,{'ab'[number % 2]},{'' if number == 2 else number}" for number in range(4)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label,patient", *lines]))
+    with pytest.raises(UserError, match=r"column 'patient' is empty in 1 rows, first that of .*2\.png\. Fill it"):
+        load_splits(str(tmp_path), group_by="patient")
+
+
 def test_expression_may_name_groups_by_alternatives(tmp_path):
     kinds = [("video", "clip")[number % 3 == 0] for number in range(60)]
     names = [f"{'ab'[number % 2]}/{kind}_{number // 6}_{number}.png" for number, kind in enumerate(kinds)]

@@ -242,6 +242,13 @@ def test_files_that_are_missing_are_counted(folder):
     refused(folder, r"labels\.csv: 1 of its 20 image files are missing; the first is .*cat/03\.png", label=LABELS)
 
 
+@pytest.mark.parametrize("typo", ["trian", "lables.csv"])
+def test_table_beside_a_path_that_is_not_there_is_not_taken_for_it(folder, typo):
+    write_table(folder / "metadata.csv", label=LABELS)
+    with pytest.raises(UserError, match=rf"{typo}: there is no such file or folder"):
+        load_splits(str(folder / typo))
+
+
 def test_row_without_a_path_is_named(folder):
     refused(folder, r"1 of its 20 image files are missing; .*None", [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from PIL import Image
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig
-from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_reliability
+from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_numbers, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
 from hf_vit_scratch.evaluation.model_card import describe_machine, make_card
 
@@ -131,6 +133,42 @@ def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
     assert str(card).count("python train.py") == 3
 
 
+def test_card_has_the_license_of_its_run(finished_run, tmp_path):
+    make_card([finished_run("a", license="mit")], tmp_path / "README.md")
+    assert ModelCard.load(tmp_path / "README.md").data.license == "mit"
+
+
+def test_runs_that_learnt_other_labels_are_not_averaged(finished_run, tmp_path):
+    one, other = finished_run("a"), finished_run("b")
+    metrics = json.loads((other / "metrics.json").read_text()) | {"labels": ["cat", "dog", "fox"]}
+    (other / "metrics.json").write_text(json.dumps(metrics))
+    with pytest.raises(UserError, match=r"b learnt other labels than .*a\. A card is for runs of different seeds"):
+        make_card([one, other], tmp_path / "README.md")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/home/J Smith/my photos", "my photos"), (r"C:\Users\J Smith\photos", "photos")]
+)
+def test_folders_with_spaces_and_of_windows_are_left_out(path, name, finished_run, tmp_path):
+    run = finished_run("a", data=path, data_is_on_the_hub=False, label_column=["x", path])
+    metrics = json.loads((run / "metrics.json").read_text())
+    metrics["command"] = shlex.join(["train.py", "--data", path, f"--output_dir={path}", "--max_steps", "3"])
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    text = str(make_card([run], tmp_path / "card.md"))
+    assert "Smith" not in text
+    command = shlex.join(["train.py", "--data", name, f"--output_dir={name}", "--max_steps", "3"])
+    assert f"    {command}\n" in text
+    assert f"data: {name}\n" in text
+
+
+def test_card_of_a_stream_counts_no_passes(finished_run, tmp_path):
+    run = finished_run("a")
+    metrics = json.loads((run / "metrics.json").read_text())
+    del metrics["epoch"]
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    assert "| training | 12 seconds |" in str(make_card([run], tmp_path / "card.md"))
+
+
 def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
     run = finished_run("a", data=str(tmp_path / "photos"), data_is_on_the_hub=False)
 
@@ -176,6 +214,13 @@ def test_confusion_is_drawn_as_shares_of_the_true_class_by_row(tmp_path, monkeyp
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
         ((0, 0), "80"), ((1, 0), "20"), ((1, 1), "100"),
     }  # fmt: skip
+
+
+def test_dollars_in_names_are_no_formula(tmp_path):
+    names = ["$5_to_$10", "$10_to_$20"]
+    plot_confusion([[1, 0], [0, 1]], names, tmp_path / "confusion.png")
+    plot_images([Image.new("RGB", (8, 8))], [f"taken for {names[0]}\nis {names[1]}"], tmp_path / "mistakes.png")
+    plot_numbers(np.zeros((3, 1)), np.ones((3, 1)), names[:1], tmp_path / "numbers.png")
 
 
 def test_reliability_is_accuracy_over_confidence(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """What a model attends to: known attention gives known results, and relevance lies on the square to be found."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -281,6 +283,20 @@ def test_each_title_belongs_to_its_map_if_scores_are_equal(photographs, monkeypa
     titles = [axes.get_title() for axes in figure.axes if ":" in axes.get_title()]
     assert titles == [f"LABEL_{id}: 100%" for id in shown]
     assert len(titles) == 2
+
+
+def test_map_is_that_of_the_class_even_if_another_one_has_its_name(photographs):
+    model = randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY)), 0.5).eval()
+    processor = ViTImageProcessor(size={"height": 16, "width": 24}, do_convert_rgb=True)
+    pipe = pipeline("image-classification", model=model, image_processor=processor, device="cpu")
+    apart = attention_maps.inspect_image(pipe, photographs[0], num_classes=5)
+    model.config.id2label = {0: "crane", 1: "crane", 2: "$5_to_$10", 3: "crane", 4: "crane"}
+
+    alike = attention_maps.inspect_image(pipe, photographs[0], num_classes=5)
+
+    assert torch.equal(alike.class_attention, apart.class_attention)
+    assert {prediction["label"] for prediction in alike.predictions} == {"crane", "$5_to_$10"}
+    attention_maps.draw_all(pipe, photographs[0])["class_attention"].savefig(io.BytesIO())
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_program_beside_the_export_names_what_it_cannot_read(onnx, tmp_path):
 
     assert done.returncode == 1, done.stderr
     wide, broken, good = map(json.loads, done.stdout.splitlines())
-    assert wide == {"image": files[0], "error": "its grey values may be above 255: save it with 8 bits"}
+    assert wide == {"image": files[0], "error": "its grey values go up to 3000 instead of 255: save it with 8 bits"}
     assert "cannot identify image file" in broken["error"]
     assert len(good["predictions"]) == 5
 
@@ -142,6 +142,18 @@ def test_impossible_argument_is_refused(arguments, message, run, tmp_path, capsy
     assert vit_scratch.main(["export", str(run), *arguments, "--output_dir", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_export_of_a_model_of_the_hub_needs_a_folder(capsys):
+    assert vit_scratch.main(["export", "somebody/digits", "--format", "onnx", "--data", "digits"]) == 2
+    assert "somebody/digits is no folder here: give --output_dir." in capsys.readouterr().err
+
+
+def test_requirements_can_be_installed_from_the_package_index(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "version", lambda name: "2.14.1+cpu")
+    arguments = ["--format", "pt2", "--output_dir", str(tmp_path / "out")]
+    assert vit_scratch.main(["export", str(run), *arguments]) == 0
+    assert (tmp_path / "out" / "requirements.txt").read_text().splitlines()[0] == "torch==2.14.1"
 
 
 def test_export_overwrites_nothing(onnx, run, capsys):

@@ -12,7 +12,7 @@ import math
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -27,7 +27,7 @@ from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, VARIANTS
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
-from .names import build_from_weights, square_as_number, summarize, to_our_names
+from .names import LoadedModel, build_from_weights, square_as_number, summarize, to_our_names
 from .parity import verify
 from .timm import TIMM, from_timm, timm_class, to_timm
 from .torchvision import TORCHVISION, from_torchvision, to_torchvision
@@ -37,16 +37,6 @@ __all__ = [
     "BertComposite", "LoadedModel", "convert", "from_bert", "from_timm", "from_torchvision", "from_vit", "load",
     "to_bert", "to_timm", "to_torchvision", "to_vit", "verify",
 ]  # fmt: skip
-
-
-class LoadedModel(NamedTuple):
-    """A saved model of any library as a model of ours."""
-
-    model: ViTScratchPreTrainedModel
-    kind: str  # what the source holds
-    assumed: str  # because the source does not say it
-    image_processor: BaseImageProcessor | None  # None if it is not known how images are prepared
-    note: str  # where the image processor comes from
 
 
 def load(source: str, **unsaid: Any) -> LoadedModel:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers import ImageClassificationPipeline
 
-from ..data.images import refuse_other_preprocessing
+from ..data.images import mean_and_std, refuse_other_preprocessing
 from ..data.targets import ProblemType
 from ..errors import UserError
 
@@ -42,11 +42,8 @@ class ImageScores(nn.Module):
         self.model, self.problem_type = model, model.config.problem_type
         self.size = image_processor.size["height"], image_processor.size["width"]
         self.bicubic = image_processor.resample == Resampling.BICUBIC
-        factor = image_processor.rescale_factor if image_processor.do_rescale else 1.0
-        normalizes = image_processor.do_normalize
-        for name, unchanged in (("mean", [0.0]), ("std", [1.0])):
-            numbers = getattr(image_processor, f"image_{name}") if normalizes else unchanged
-            self.register_buffer(name, torch.tensor(numbers)[:, None, None] / factor)
+        for name, numbers in zip(("mean", "std"), mean_and_std(image_processor), strict=True):
+            self.register_buffer(name, numbers)
 
     def forward(self, images: Tensor) -> Tensor:
         """Resize images along their width, then their height, and classify them."""

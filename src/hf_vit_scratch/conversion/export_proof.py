@@ -19,8 +19,8 @@ from transformers import EvalPrediction, ImageClassificationPipeline
 from ..data.targets import ProblemType
 from ..evaluation.exported import read_image
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, problem_type_of, summarize_logits
+from ..evaluation.predict import classes_by_number
 from ..speed.optimize import example_batch_for, optimize
-from .export import labels_and_type
 
 Classify = Callable[[NDArray[Any]], NDArray[Any]]  # images, uint8 (B, height, width, 3) -> scores (B, L)
 
@@ -51,10 +51,10 @@ def odd_images() -> Iterator[bytes]:
 
 def scores_of_pipeline(classifier: ImageClassificationPipeline, images: Sequence[Image.Image]) -> NDArray[Any]:
     """Return the scores (B, L) of a pipeline for images, in the order of the model's classes."""
-    labels, _ = labels_and_type(classifier.model.config)
-    answers: Any = classifier(list(images), top_k=len(labels), batch_size=len(images))
-    by_name = [{answer["label"]: answer["score"] for answer in of_image} for of_image in answers]
-    return np.array([[scores[label] for label in labels] for scores in by_name])
+    with classes_by_number(classifier.model.config) as names:
+        answers: Any = classifier(list(images), top_k=len(names), batch_size=len(images))
+    scores = [{int(answer["label"]): answer["score"] for answer in of_image} for of_image in answers]
+    return np.array([[of_image[number] for number in range(len(names))] for of_image in scores])
 
 
 def scores_of_export(classify: Classify, images: Iterable[Image.Image]) -> NDArray[Any]:
@@ -94,10 +94,7 @@ def compare(theirs: NDArray[Any], ours: NDArray[Any], kind: ProblemType, scale: 
         changed = ((ours > 0.5) != (theirs > 0.5)).any(axis=1)
     else:
         changed = (ours.argmax(axis=1) != theirs.argmax(axis=1)) & (kind != "regression")
-    return {
-        "largest_difference": float(np.abs((ours - theirs) / scale).max()),
-        "answers_changed": int(changed.sum()),
-    }
+    return {"largest_difference": float(np.abs((ours - theirs) / scale).max()), "answers_changed": int(changed.sum())}
 
 
 def prove(

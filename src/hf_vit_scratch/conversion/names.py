@@ -2,16 +2,27 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import BaseImageProcessor
 
 from ..errors import UserError, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class LoadedModel(NamedTuple):
+    """A saved model of any library as a model of ours."""
+
+    model: ViTScratchPreTrainedModel
+    kind: str  # what the source holds
+    assumed: str  # because the source does not say it
+    image_processor: BaseImageProcessor | None  # None if it is not known how images are prepared
+    note: str  # where the image processor comes from
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -9,14 +9,7 @@ from torchvision.transforms import v2
 
 from ..errors import UserError
 from .options import AugmentationArguments
-from .transforms import (
-    SampleRNG,
-    random_affine,
-    random_crop,
-    random_erasing,
-    random_horizontal_flip,
-    random_policy,
-)
+from .transforms import SampleRNG, random_affine, random_crop, random_erasing, random_horizontal_flip, random_policy
 
 GREY = 127  # what the default image processor makes 0
 
@@ -60,14 +53,10 @@ class Augmentation(AugmentationArguments):
 def training_stages(
     image_size: tuple[int, int], **choices: Any
 ) -> tuple[list[Augmentation | None], Callable[[float], int]]:
-    """Return the augmentation of each stage of training, and a function that tells the stage.
+    """Return the augmentation of each stage of training, and a function from the share that is done to the stage.
 
-    If chosen, images are smaller at first, and at the end there is neither augmentation nor mixing. The choices are
-    fields of `AugmentationArguments`. The image size is the height and width in pixels.
-
-    Returns:
-        The augmentations, with `None` for the last stage; and a function from the share of training that is done to
-        the number of the stage.
+    If chosen, images are smaller at first, and in the last stage there is neither augmentation (`None`) nor mixing.
+    The choices are fields of `AugmentationArguments`. The image size is the height and width in pixels.
 
     Raises:
         UserError: A value is out of its range.

@@ -1,19 +1,24 @@
 """Images and labels in batches: decoded, augmented, mixed and normalized."""
 
 import functools
+import hashlib
 import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,8 +30,7 @@ from transformers.image_utils import SizeDict
 from ..errors import UserError
 from ..speed.hardware import keep_freed_memory
 from .augmentation import Augmentation
-from .cache import KeptImages, keep_in_file, keep_in_memory, read
-from .images import BLOCK, decode_image, map_images, refuse_other_preprocessing, size_and_mode
+from .images import decode_image, map_images, mean_and_std, refuse_other_preprocessing, size_and_mode
 from .mixup import Mixup
 from .sampler import Sample
 from .targets import targets_of
@@ -108,12 +112,7 @@ class BatchTransform:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Rescale and normalize pixels as the image processor does, but a whole batch on its device."""
-        processor = self.image_processor
-        scale = 1 / processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = (
-            (torch.tensor(numbers).reshape(-1, 1, 1) * scale).to(images.device, non_blocking=True)
-            for numbers in ((processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0))
-        )
+        mean, std = (x.to(images.device, non_blocking=True) for x in mean_and_std(self.image_processor))
         return (images.float() - mean).div_(std)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         self.image_processor = batch_transform.image_processor
         self.cache_images = cache_images
         self.labels = torch.from_numpy(targets_of(rows))
-        self._kept: KeptImages | None = None
+        self._kept: Tensor | Path | None = None  # uint8 images (N, height, width, 3), or their file
         self._is_in_memory: bool | None = None  # unknown yet
 
     def __len__(self) -> int:
@@ -168,12 +167,10 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the height and width of kept images: their own if all are alike and small, or `BatchTransform`'s."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
-        for start in range(0, len(self), BLOCK):
-            for index, row in enumerate(self.rows[start : start + BLOCK]["image"], start):
-                (w, h), _ = size_and_mode(row, name=f"image {index}")
-                own = own or (h, w)
-                if (h, w) != own or h > height or w > width:
-                    return height, width
+        for (w, h), _ in map_images(lambda index, row: size_and_mode(row, f"image {index}"), self.rows):
+            own = own or (h, w)
+            if (h, w) != own or h > height or w > width:
+                return height, width
         return own or (height, width)
 
     def keep_decoded(self, device: torch.device) -> bool:
@@ -188,16 +185,49 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             self._is_in_memory = math.prod(shape) <= DECODED_BYTES_KEPT
             place = "decoded again for each batch"
             if self._is_in_memory:
-                device = device if device.type in TRANSFORM_DEVICES else torch.device("cpu")
-                self._kept = images = keep_in_memory(shape, self._decode_into, device)
+                images = torch.empty(shape, dtype=torch.uint8)
+                self._decode_into(images)
+                if device.type in TRANSFORM_DEVICES:
+                    with suppress(torch.OutOfMemoryError):
+                        images = images.to(device)
+                self._kept = images
                 place = f"kept on {images.device}, so that worker processes are not needed"
             elif self.cache_images:
-                self._kept = keep_in_file(shape, self._decode_into, self.rows, self.image_processor.resample)
+                self._kept = self._keep_in_file(shape)
                 place = f"kept in {self._kept}"
             if any(self.batch_transform.stages):  # one line for the training images is enough
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
         return self._is_in_memory
+
+    def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
+        """Decode all images into a file, unless an earlier run did.
+
+        The file is in the cache of `datasets`. Its name follows from the shape, the filter of resizing, and the
+        encoded images of the rows, or the paths, sizes and times of their files.
+        """
+        digest = hashlib.sha256(repr((shape, self.image_processor.resample)).encode())
+        for identity in map_images(lambda index, row: _identity(row), self.rows.select_columns("image")):
+            digest.update(identity)
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
+        file = folder / f"{digest.hexdigest()[:16]}.npy"
+        with PartialState().local_main_process_first():
+            if not file.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                needed, free = math.prod(shape), shutil.disk_usage(folder).free
+                if needed > free:
+                    raise UserError(
+                        f"--cache_images needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free. "
+                        "Set HF_DATASETS_CACHE to a folder on a larger disk, or leave --cache_images out."
+                    )
+                logger.info("Decoding %d images into %s (%.1f GB), once.", len(self), file, needed / 1e9)
+                aside = file.with_suffix(f".{os.getpid()}")
+                try:
+                    self._decode_into(torch.from_numpy(np.lib.format.open_memmap(aside, "w+", np.uint8, shape)))
+                    aside.rename(file)
+                finally:
+                    aside.unlink(missing_ok=True)
+        return file
 
     def _decode_into(self, images: Tensor) -> None:
         """Decode and resize all images into a tensor (N, height, width, 3)."""
@@ -223,7 +253,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.batch_transform.stages else None  # one for the whole batch
         if self._kept is not None:
-            images = self.batch_transform.crop(read(self._kept, indices), numbers, stage).contiguous()
+            images = self.batch_transform.crop(_read(self._kept, indices), numbers, stage).contiguous()
         else:
             rows = zip(self.rows[indices]["image"], numbers, strict=True)
             images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
@@ -241,6 +271,23 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
+
+
+def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
+    """Return kept images (B, 3, height, width), on their device. Each process, and each worker, maps a file anew."""
+    images = torch.from_numpy(np.load(kept, mmap_mode="c")) if isinstance(kept, Path) else kept
+    places = torch.tensor(indices).to(images.device, non_blocking=True)
+    return images.index_select(0, places).permute(0, 3, 1, 2)
+
+
+def _identity(row: dict[str, Any] | None) -> bytes:
+    """Return what changes when an encoded image changes."""
+    if row is None:
+        return b""  # decoding will name it
+    if row["bytes"] is not None:
+        return hashlib.sha256(row["bytes"]).digest()
+    stat = os.stat(row["path"])
+    return f"{row['path']} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape")
 
 
 def collate(batch: Any) -> Any:

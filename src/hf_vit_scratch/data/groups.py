@@ -31,12 +31,8 @@ def keep_together(
 ) -> tuple[dict[str, Dataset], NDArray[Any]]:
     """Return splits of which no two have images of one group, and the group of each row of train.
 
-    A group that is in several stays in the last one of train, validation and test. Near duplicates are one group.
-
-    Args:
-        args: Source of the groups, and treatment of near duplicates.
-        splits: Rows with the columns `image` and `label`.
-        listing: File for a list of near duplicates, if there are any.
+    A group that is in several stays in the last one of train, validation and test. Near duplicates are one group;
+    they are listed in a file, if there are any.
 
     Raises:
         UserError: The groups cannot be found, or there is nothing left of a split.
@@ -80,6 +76,11 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     """Return the name of the group of each row."""
     by = str(args.group_by)
     if GROUP in rows.column_names:
+        if missing := np.flatnonzero(pd.isna(pd.Series(rows[GROUP][:]))).tolist():
+            raise UserError(
+                f"{args.data}: every image needs a group, but column {by!r} is empty in {len(missing)} rows, first "
+                f"that of {paths_of(rows)[missing[0]] or missing[0]}. Fill it."
+            )
         return [str(name) for name in rows[GROUP][:]]
     level = int(by) if by.isdecimal() else None
     try:
@@ -157,7 +158,10 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
     rows = splits[source]
     counts, groups = np.bincount(_strata(rows)), np.arange(len(rows)) if groups is None else groups
     for name, fraction in fractions.items():
-        if name not in splits:
+        if name in splits:
+            if not args.streaming and fraction != getattr(DataArguments, f"{name}_fraction"):
+                logger.warning("%s has a %s split, so --%s_fraction changes nothing.", args.data, name, name)
+        else:
             wanted = np.maximum(1, np.rint(fraction * counts).astype(int))
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))

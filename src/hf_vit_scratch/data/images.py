@@ -35,10 +35,6 @@ MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded a
 # (benchmarks/2026-11-25_data_path.md).
 PIXELS_FOR_THREADS = 250**2
 BLOCK = 100  # encoded images that are in memory at once; a photograph may have 10 MB
-# Pillow starts Ghostscript for these.
-PROGRAM_FORMATS = ("EPS",)
-# Modes of one channel whose values RGB cannot hold: Pillow clips them at 255.
-WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 def local_path(name: str) -> Path:
@@ -100,8 +96,8 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours comes before it
             source: Any = path if content is None else io.BytesIO(content)
             with Image.open(source) as image:
-                if image.format in PROGRAM_FORMATS:
-                    raise UserError(f"{image.format} is a program that draws")
+                if image.format == "EPS":  # for which Pillow starts Ghostscript
+                    raise UserError("EPS is a program that draws")
                 if image.width * image.height > MAX_PIXELS:
                     raise UserError(f"{image.width}x{image.height} are more than {MAX_PIXELS / 1e6:g} million pixels")
                 yield image
@@ -113,8 +109,6 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
 def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = None) -> Image.Image:
     """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
 
-    Grey, palette, RGBA, CMYK and EXIF-rotated images all become RGB.
-
     Where `enough` pixels on each side are sufficient, a larger image is reduced by a whole factor. A JPEG file is then
     decoded in a fraction of the time.
 
@@ -122,7 +116,7 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
         UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them to white.
     """
     with open_image(row, name) as image:
-        if image.mode in WIDE_MODES:
+        if image.mode[0] in "IF":  # one channel of values that RGB cannot hold: Pillow clips them at 255
             plain = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
             low, high = cast(tuple[float, float], plain.getextrema())
             if high > 255 or (image.mode == "F" and 0 < high <= 1):
@@ -137,7 +131,8 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
 def size_and_mode(row: dict[str, Any] | None, name: str) -> tuple[tuple[int, int], str]:
     """Return the width and height of an image in pixels, upright, and its mode; arguments as in `open_image`."""
     with open_image(row, name) as image:
-        lies_on_its_side = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        # Pillow turns the size of a TIFF file itself.
+        lies_on_its_side = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.size[::-1] if lies_on_its_side else image.size), image.mode
 
 
@@ -161,14 +156,18 @@ def images_of(rows: Dataset) -> Iterator[Image.Image]:
         yield decode_image(encoded[number]["image"], f"image {number}")
 
 
+def mean_and_std(image_processor: Any) -> tuple[Tensor, Tensor]:
+    """Return what normalizing takes off pixels from 0 to 255, and what it divides them by, (C, 1, 1) or (1, 1, 1)."""
+    numbers = (image_processor.image_mean, image_processor.image_std) if image_processor.do_normalize else (0.0, 1.0)
+    scale = 1 / image_processor.rescale_factor if image_processor.do_rescale else 1.0
+    mean, std = (torch.tensor(one).reshape(-1, 1, 1) * scale for one in numbers)
+    return mean, std
+
+
 def denormalize(pixel_values: Tensor, image_processor: Any) -> NDArray[np.uint8]:
     """Return what an image processor has prepared as pixels.  (..., C, height, width) -> (..., height, width, C)."""
-    pixels = pixel_values.detach().float().cpu()
-    if image_processor.do_normalize:
-        mean, std = (torch.tensor(x)[:, None, None] for x in (image_processor.image_mean, image_processor.image_std))
-        pixels = pixels * std + mean
-    if image_processor.do_rescale:
-        pixels = pixels / image_processor.rescale_factor
+    mean, std = mean_and_std(image_processor)
+    pixels = pixel_values.detach().float().cpu() * std + mean
     return pixels.round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
 
 

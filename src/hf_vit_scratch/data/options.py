@@ -8,23 +8,40 @@ from ..errors import UserError
 
 Rule = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps to it
 BETWEEN: Rule = ("lie between 0 and 1", lambda value: 0 < value < 1)
+SOME: Rule = ("lie in (0, 1]", lambda value: 0 < value <= 1)
 PROBABILITY: Rule = ("lie in [0, 1]", lambda value: 0 <= value <= 1)
 SHARE: Rule = ("lie in [0, 1)", lambda value: 0 <= value < 1)
 CONCENTRATION: Rule = ("be 0 or more", lambda value: 0 <= value < float("inf"))
+POSITIVE: Rule = ("be a positive number", lambda value: 0 < value < float("inf"))
+COUNT: Rule = ("be at least 1", lambda value: value >= 1)
+PIXELS: Rule = ("be one or two positive numbers", lambda value: 1 <= len(value) <= 2 and min(value) > 0)
 RULES: dict[str, Rule] = {
     "validation_fraction": BETWEEN,
     "test_fraction": BETWEEN,
-    "random_resized_crop_scale": ("lie in (0, 1]", lambda value: value is None or 0 < value <= 1),
+    "initial_image_size": PIXELS,
+    "random_resized_crop_scale": SOME,
     "horizontal_flip_prob": PROBABILITY,
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
     "translate": SHARE,
     "scale": SHARE,
-    "randaugment_num_ops": ("be at least 1", lambda value: value >= 1),
+    "randaugment_num_ops": COUNT,
     "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),
     "random_erasing_prob": PROBABILITY,
     "mixup_alpha": CONCENTRATION,
     "cutmix_alpha": CONCENTRATION,
     "mixup_prob": PROBABILITY,
+    "image_size": PIXELS,
+    "patch_size": PIXELS,
+    "per_device_train_batch_size": COUNT,
+    "per_device_eval_batch_size": COUNT,
+    "gradient_accumulation_steps": COUNT,
+    "num_train_epochs": POSITIVE,
+    "max_train_minutes": ("be above 0", lambda value: value > 0),
+    "early_stopping_patience": COUNT,
+    "layer_decay": SOME,
+    "muon_beta2": BETWEEN,
+    "ema_decay": BETWEEN,
+    "target_accuracy": SOME,
 }
 
 
@@ -33,24 +50,25 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-class _Options:
-    """Options that keep to their choices and to `RULES`.
+def check_ranges(options: Any) -> None:
+    """Refuse values that do not keep to `RULES`. `None` is left alone."""
+    for name, (rule, is_allowed) in RULES.items():
+        if (value := getattr(options, name, None)) is not None and not is_allowed(value):
+            raise UserError(f"{name} must {rule}, got {value!r}.")
 
-    Raises:
-        UserError: A value is out of its range; the message names it.
-    """
+
+class Options:
+    """Options that keep to their choices and to `RULES`; a `UserError` names one that does not."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():  # `HfArgumentParser` overwrites the types of the fields
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise UserError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}.")
-        for name, (rule, is_allowed) in RULES.items():
-            if hasattr(self, name) and not is_allowed(value := getattr(self, name)):
-                raise UserError(f"{name} must {rule}, got {value!r}.")
+        check_ranges(self)
 
 
 @dataclass(kw_only=True)
-class DataArguments(_Options):
+class DataArguments(Options):
     """Where the images come from.
 
     A name is tried as `"digits"`, a folder, a parquet file and a dataset on the Hub, in this order. With
@@ -86,7 +104,7 @@ class DataArguments(_Options):
 
 
 @dataclass(kw_only=True)
-class AugmentationArguments(_Options):
+class AugmentationArguments(Options):
     """The random changes to training images.
 
     Sources, by the order of the fields: Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4 (smaller images
@@ -114,7 +132,7 @@ class AugmentationArguments(_Options):
 
 
 @dataclass(kw_only=True)
-class MixingArguments(_Options):
+class MixingArguments(Options):
     """Mixtures of two training images, and the weights of classes.
 
     Sources: MixUp (Zhang et al. 2017, https://arxiv.org/abs/1710.09412, equation 1) and CutMix (Yun et al. 2019,

@@ -211,7 +211,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     path = local_path(data)
     root = path if path.is_dir() else path.parent
     folders = _folders_of_splits(root) if path.exists() else {}
-    tables = find_tables(path, [root, *folders.values()] if labelled else [])
+    tables = find_tables(path, [root, *folders.values()] if labelled and path.is_dir() else [])
     if data == "digits" or tables or (path.is_dir() and not any(path.rglob("*.parquet"))):
         if streaming:
             raise UserError(
@@ -229,11 +229,14 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
         )
+    place = str(path.resolve()) if path.exists() else data  # a name alone, such as `parquet`, may mean something else
+    if path.is_dir() and glob.has_magic(place):
+        raise UserError(f"{data}: the path of a folder of parquet files must hold none of *?[. Rename it.")
     try:
         if path.is_file():
-            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
+            source = load_dataset("parquet", data_files=glob.escape(place), streaming=streaming)
         else:
-            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
+            source = load_dataset(place, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = (
@@ -283,13 +286,9 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _folders_of_splits(root: Path) -> dict[str, Path]:
-    """Return the folders inside a folder that have the names of splits."""
-    folders = {name.lower(): root / name for name in _subfolders(root)}
-    return {
-        split: next(folders[name] for name in names if name in folders)
-        for split, names in SPLIT_NAMES.items()
-        if not folders.keys().isdisjoint(names)
-    }
+    """Return the folders inside a folder that have the names of splits; of several, that of the first name."""
+    found = {name.lower(): root / name for name in _subfolders(root)}
+    return {split: found[name] for split, names in SPLIT_NAMES.items() for name in reversed(names) if name in found}
 
 
 def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:

@@ -22,6 +22,11 @@ def _new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def plain(text: str) -> str:
+    """Return a text that matplotlib shows as it is, without taking what is between two `$` for a formula."""
+    return text.replace("$", r"\$")
+
+
 def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot loss, accuracy, learning rate and throughput over the steps of a Trainer's log into a PNG file."""
     figure = _new_figure(10, 6.5)
@@ -49,8 +54,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true", title="% of each true class")
     if len(labels) <= 30:  # more would be unreadable
-        axes.set_xticks(range(len(labels)), labels, rotation=90)
-        axes.set_yticks(range(len(labels)), labels)
+        axes.set_xticks(range(len(labels)), map(plain, labels), rotation=90)
+        axes.set_yticks(range(len(labels)), map(plain, labels))
         for row, column in np.argwhere(counts):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = f"{100 * shares[row, column]:.0f}"
@@ -96,7 +101,7 @@ def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path
     for axes, name, true, predicted in zip(panels, names, labels.T, predictions.T, strict=False):
         axes.scatter(true, predicted, s=8, alpha=0.5)
         axes.axline((true[0], true[0]), slope=1, color="black", linestyle="--")
-        axes.set(title=name, xlabel="true", ylabel="predicted")
+        axes.set(title=plain(name), xlabel="true", ylabel="predicted")
     figure.savefig(path, dpi=110)
 
 
@@ -112,7 +117,7 @@ def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Pa
         width, height = (0.92 * side / max(shown.size) for side in shown.size)
         bottom, left = 1.28 * (place // columns + 1), place % columns + (1 - width) / 2
         axes.imshow(np.asarray(shown), extent=(left, left + width, bottom, bottom - height))
-        axes.text(left + width / 2, bottom - height - 0.02, caption, ha="center", va="bottom", fontsize=8)
+        axes.text(left + width / 2, bottom - height - 0.02, plain(caption), ha="center", va="bottom", fontsize=8)
     axes.set(xlim=(0, columns), ylim=(1.28 * lines, 0))
     axes.axis("off")
     figure.savefig(path, dpi=110)

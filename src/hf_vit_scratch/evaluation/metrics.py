@@ -1,6 +1,7 @@
 """Metrics for each kind of problem, computed offline. The targets tell which kind, as in `data/targets.py`."""
 
 import math
+import tempfile
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -77,12 +78,7 @@ def summarize_logits(logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, T
 
 
 def wilson_interval(share: float, number: int) -> tuple[float, float]:
-    """Return the 95% confidence interval of a share of so many images (Wilson 1927).
-
-    Example:
-        >>> [round(end, 4) for end in wilson_interval(0.8, 10)]
-        [0.4902, 0.9433]
-    """
+    """Return the 95% confidence interval of a share of so many images (Wilson 1927)."""
     interval = binomtest(round(share * number), number).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -112,7 +108,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
             "loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
         }
     ranked, _, losses = predictions
-    accuracies = TopKAccuracy(keep_in_memory=True).compute(predictions=ranked, references=labels)
+    accuracies = TopKAccuracy(keep_in_memory=True, cache_dir=tempfile.gettempdir()).compute(
+        predictions=ranked, references=labels
+    )
     metrics = cast(dict[str, float], accuracies)
     for name in SHARES_OF_IMAGES:
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))

@@ -8,10 +8,11 @@ import json
 import math
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import joblib
@@ -59,9 +60,11 @@ def make_card(
     an identifier of the Hub.
 
     Raises:
-        UserError: A folder holds no finished run of a classifier.
+        UserError: A folder holds no finished run of a classifier, or the runs learnt different things.
     """
     reports = [_read_report(run) for run in runs]
+    if other := [run for run, report in zip(runs, reports, strict=True) if report["labels"] != reports[0]["labels"]]:
+        raise UserError(f"{other[0]} learnt other labels than {runs[0]}. A card is for runs of different seeds.")
     log = json.loads((runs[0] / "log.json").read_text(encoding="utf-8"))
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     source, model = recipe.get("data", "digits"), recipe.get("model", "")
@@ -84,7 +87,7 @@ def make_card(
         ViTScratchConfig.from_pretrained(runs[0]),
         {
             "model_name": name or runs[0].resolve().name,
-            "license": license,
+            "license": license or recipe.get("license"),
             "pipeline_tag": "image-classification",
             "tags": ["vision", "vit", *(["trained-from-scratch"] if from_scratch else [])],
             "datasets": [dataset] if dataset else None,
@@ -99,8 +102,10 @@ def make_card(
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
         seconds=max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log),
-        commands="\n".join(f"    {_without_folders(report['command'])}" for report in reports),
-        recipe=_without_folders(yaml.safe_dump(recipe, sort_keys=False, default_flow_style=None).strip()),
+        commands="\n".join(f"    {_command(report)}" for report in reports),
+        recipe=yaml.safe_dump(
+            {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False, default_flow_style=None
+        ).strip(),
         figures=_plot_figures(runs[0], reports[0], log, output),
         columns=[column for column in LOGGED if any(column in row for row in rows)],
         log=rows[:: -math.ceil(len(rows) / MAX_LOG_ROWS) or -1][::-1],  # with the last row
@@ -183,9 +188,19 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
     return {name: path.name for name, path in paths.items() if path.is_file()}
 
 
-def _without_folders(text: str) -> str:
-    """Replace absolute paths with file names, because the card is published."""
-    return re.sub(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\1", text)
+def _command(report: dict[str, Any]) -> str:
+    return shlex.join(_without_folders(shlex.split(report["command"])))
+
+
+def _without_folders(value: Any) -> Any:
+    """Replace an absolute path with its last name, because the card is published."""
+    if isinstance(value, list):
+        return [_without_folders(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
+    path = PureWindowsPath(text)  # which knows the separators of all systems
+    return flag + equals + (path.name if path.drive or path.root else text)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -151,6 +151,17 @@ def predict(
         yield result
 
 
+@contextmanager
+def classes_by_number(config: Any) -> Iterator[dict[int, str]]:
+    """Let a pipeline call classes by their numbers, and yield their names: two may have one, as ImageNet's cranes."""
+    names = config.id2label
+    config.id2label = {number: str(number) for number in names}
+    try:
+        yield names
+    finally:
+        config.id2label = names
+
+
 def forward(
     loaded: Any, outputs: Sequence[str], paths: Sequence[str], batch_size: int, num_workers: int
 ) -> Iterator[dict[str, Any]]:
@@ -162,9 +173,8 @@ def forward(
     encoded: dict[str, Any] = {}  # the output of the encoder, which a classifier keeps to itself
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
         optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
-    hook = loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output))
     prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
-    try:
+    with loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output)):
         for results, inputs in DataLoader(cast(Any, paths), batch_size, num_workers=num_workers, collate_fn=prepare):
             of_images: Any = iter(())
             if inputs:
@@ -175,8 +185,6 @@ def forward(
                 of_images = zip(*(computed[name].cpu() for name in outputs), strict=True)
             for result in results:
                 yield result if "error" in result else result | dict(zip(outputs, next(of_images), strict=True))
-    finally:
-        hook.remove()
 
 
 def _table_row(result: dict[str, Any], columns: list[str]) -> dict[str, Any]:

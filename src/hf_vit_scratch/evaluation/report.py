@@ -2,8 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +10,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from scipy.special import expit
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
@@ -39,7 +38,8 @@ def report_on_test_split(
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
     outputs = predict_split(trainer, test_dataset)
-    outputs.metrics["epoch"] = trainer.state.epoch
+    if hasattr(trainer.train_dataset, "__len__"):  # a stream has no passes
+        outputs.metrics["epoch"] = trainer.state.epoch
     if not trainer.is_world_process_zero():
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
@@ -113,8 +113,7 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
     return "\n".join(lines)
 
 
-@contextmanager
-def mirrored_views(model: PreTrainedModel) -> Iterator[None]:
+def mirrored_views(model: PreTrainedModel) -> RemovableHandle:
     """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts."""
 
     def average(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -122,11 +121,7 @@ def mirrored_views(model: PreTrainedModel) -> Iterator[None]:
         output.logits = (output.logits + mirrored.logits) / 2
         return output
 
-    hook = model.register_forward_hook(average, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return model.register_forward_hook(average, with_kwargs=True)
 
 
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:

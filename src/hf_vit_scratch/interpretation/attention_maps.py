@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize
-from ..evaluation.predict import load_classifier, model_parser, refuse_other_models
+from ..evaluation.figures import plain
+from ..evaluation.predict import classes_by_number, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
@@ -188,13 +189,13 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling
     grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
-    predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
-    ids = {label: id for id, label in model.config.id2label.items()}
-    best = [ids[prediction["label"]] for prediction in predictions[:num_classes]]
+    with classes_by_number(model.config) as names:
+        predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
+    best = [int(prediction["label"]) for prediction in predictions[:num_classes]]
     attentions = attention(model, pixel_values)
     return ImageAttention(
         pixels=denormalize(pixel_values[0], image_processor),
-        predictions=predictions,
+        predictions=[prediction | {"label": names[int(prediction["label"])]} for prediction in predictions],
         grid=grid,
         pooling=pooling,
         attentions=attentions[0].half().cpu(),
@@ -229,10 +230,10 @@ def draw_heads(maps: Tensor, title: str) -> Figure:
     side = min(1.0, (width - 1.5) / num_heads)
     size = (width, 0.9 + (side + 0.05) * rows / cols * num_layers)
     figure, axes, shown = _draw_grid(maps.cpu().numpy(), size, title, cmap="viridis", vmin=0, vmax=float(maps.max()))
-    for head, panel in enumerate(axes[0]):
-        panel.set_title(f"head {head}" if head == 0 else f"{head}", fontsize=9)
-    for layer, panel in enumerate(axes[:, 0]):
-        panel.set_ylabel(f"layer {layer}" if layer == 0 else f"{layer}", fontsize=9, rotation=0, ha="right")
+    for head, panel in enumerate(axes[0], 1):
+        panel.set_title(f"head {head}" if head == 1 else f"{head}", fontsize=9)
+    for layer, panel in enumerate(axes[:, 0], 1):
+        panel.set_ylabel(f"layer {layer}" if layer == 1 else f"{layer}", fontsize=9, rotation=0, ha="right")
     figure.colorbar(shown, ax=axes, label="share of the attention", shrink=min(1.0, 3 / num_layers), aspect=15)
     return figure
 
@@ -249,7 +250,7 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
     for panel, (title, values) in zip(others, maps.items(), strict=True):
         panel.imshow(image.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
         shown = panel.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=extent)
-        panel.set_title(title, fontsize=10)
+        panel.set_title(plain(title), fontsize=10)
         bar = figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9, ticks=MaxNLocator(2))
         bar.ax.tick_params(labelsize=7)
     for panel in (first, *others):

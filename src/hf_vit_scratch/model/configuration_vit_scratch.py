@@ -283,17 +283,12 @@ class Rule(NamedTuple):
             raise ValueError(f"{name} must be {self.in_words}, got {value!r}.")
 
 
+def _number(holds: Callable[[Any], bool], in_words: str, kind: Any = int | float) -> Rule:
+    return Rule(lambda value: isinstance(value, kind) and not isinstance(value, bool) and holds(value), in_words)
+
+
 def _integer(lowest: int, highest: int) -> Rule:
-    def holds(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
-
-    return Rule(holds, f"an integer from {lowest} to {highest}")
-
-
-def _number(holds: Callable[[float], bool], in_words: str) -> Rule:
-    return Rule(
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value), in_words
-    )
+    return _number(lambda value: lowest <= value <= highest, f"an integer from {lowest} to {highest}", int)
 
 
 def _one_of(choices: Sequence[str]) -> Rule:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Head = tuple[Array, Array, Array]  # W_Q (a, d), W_K (a, d), W_V (v, d)
+Block = tuple[Sequence[Head], Array, tuple[Array, ...]]  # the heads, W_O, and W_1, b_1, W_2, b_2 of a feed_forward
 
 
 def softmax(scores: Array, axis: int = -1) -> Array:
@@ -25,11 +26,6 @@ def softmax(scores: Array, axis: int = -1) -> Array:
     """
     exponentials = np.exp(scores - scores.max(axis=axis, keepdims=True))
     return exponentials / exponentials.sum(axis=axis, keepdims=True)
-
-
-def relu(x: Array) -> Array:
-    """max(x, 0); any shape, kept."""
-    return np.maximum(x, 0)
 
 
 def gelu(x: Array) -> Array:
@@ -91,27 +87,19 @@ def multi_head_attention(
 
 def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Array:
     """max(0, x W_1^T + b_1) W_2^T + b_2, token by token; [2] eq. 2.  (N, d) -> (N, d)."""
-    return linear(relu(linear(x, w_1, b_1)), w_2, b_2)
+    return linear(np.maximum(linear(x, w_1, b_1), 0), w_2, b_2)
 
 
-def residual_block(
-    x: Array, heads: Sequence[Head], w_o: Array, ffn: tuple[Array, Array, Array, Array], mask: Array | None = None
-) -> tuple[Array, Array]:
-    """Return x + attention(x), then x + feed_forward(x), without norms.  (N, d) -> (N, d) and weights (h, N, N)."""
-    attended, weights = multi_head_attention(x, heads, w_o, mask)
-    x = x + attended
-    return x + feed_forward(x, *ffn), weights
+def residual_stack(x: Array, blocks: Sequence[Block], mask: Array | None = None) -> tuple[Array, Array]:
+    """Compute blocks in sequence: x + attention(x), then x + feed_forward(x), without norms.
 
-
-def residual_stack(
-    x: Array,
-    blocks: Sequence[tuple[Sequence[Head], Array, tuple[Array, Array, Array, Array]]],
-    mask: Array | None = None,
-) -> tuple[Array, Array]:
-    """Residual blocks (heads, W_O, feed-forward) in sequence.  (N, d) -> (N, d) and all weights (blocks, h, N, N)."""
+    (N, d) -> (N, d) and all weights (blocks, h, N, N).
+    """
     all_weights = []
-    for block in blocks:
-        x, weights = residual_block(x, *block, mask)
+    for heads, w_o, ffn in blocks:
+        attended, weights = multi_head_attention(x, heads, w_o, mask)
+        x = x + attended
+        x = x + feed_forward(x, *ffn)
         all_weights.append(weights)
     return x, np.stack(all_weights)
 

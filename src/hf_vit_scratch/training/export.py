@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
     given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
+    if given.output_dir is None and not local_path(given.run).exists():  # a folder of its name would hide it
+        raise UserError(f"{given.run} is no folder here: give --output_dir.")
     args, recipe, run = open_run(given.run, given.data, flags, folder)
     if given.int8 and given.format == "pt2":
         raise UserError("--int8 is for --format onnx and openvino.")
@@ -96,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
     }
     (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shutil.copy(exported.__file__, folder / "predict.py")
-    needed = [f"{runtime}=={version(runtime)}", "pillow", *(["numpy"] if runtime == "torch" else [])]
+    needed = [f"{runtime}=={version(runtime).partition('+')[0]}", "pillow", *(["numpy"] if runtime == "torch" else [])]
     (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
     logger.info(
         "\n%s\nFiles      %s: %s, predict.py, requirements.txt, export.json", summary(facts), folder, path.name
