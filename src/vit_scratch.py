@@ -34,11 +34,7 @@ Begin with `vit-scratch train`, which needs no data, or with `vit-scratch train 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand, importing no other, and return its exit code.
-
-    Args:
-        argv: Name and arguments of the subcommand; `None` for those of the process.
-    """
+    """Run the subcommand of `argv`, by default that of the process, and return its exit code. It imports no other."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
         return run(f"vit-scratch {name}", lambda argv: resolve_name(COMMANDS[name][0])(argv), arguments)

@@ -377,6 +377,7 @@ def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys
         (["--max_steps", "5", "--check"], r"--check does not go together with --streaming"),
         (["--max_steps", "5", "--max_train_minutes", "1"], r"--max_train_minutes does not go together"),
         (["--max_steps", "5", "--test_fraction", "0.2"], r"--test_fraction does not go together"),
+        (["--max_steps", "5", "--near_duplicates", "drop"], r"A stream is not searched for near duplicates"),
         (
             ["--max_steps", "5", "--eval_strategy", "epoch"],
             r"a stream has no epochs: --streaming needs --eval_strategy",

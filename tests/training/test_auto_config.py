@@ -81,6 +81,13 @@ def test_large_photographs_get_a_large_image_on_a_gpu_and_a_small_one_on_a_cpu(m
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "size"), [(["--model", "B/32"], 32), (["--model", "H/14"], 42), (["--patch_size", "5"], 45)], ids=str
+)
+def test_image_is_cut_into_the_patches_that_are_asked_for(flags, size):
+    assert fitted([(50, 50)], *flags)[0]["image_size"] == [size]
+
+
 def test_few_images_come_in_smaller_batches():
     assert fitted([(32, 32)] * 16)[0]["per_device_train_batch_size"] == 16
     assert fitted([(32, 32)] * 100)[0]["per_device_train_batch_size"] == 32
@@ -185,11 +192,50 @@ def test_device_without_memory_for_the_measurement_says_what_to_change(class_fol
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
     monkeypatch.setattr(auto_config, "images_per_second", run_out)
-    argv = [YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--use_cpu", "true"]
+    argv = [YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--use_cpu", "true",
+            "--per_device_train_batch_size", "16"]  # fmt: skip
     with pytest.raises(
         UserError, match=r"ran out of memory with 16 images per batch\. .*_batch_size 8 --gradient_acc"
     ):
         train.main(argv)
+
+
+def measure_with_memory_for(images):
+    def measure(config, args):
+        if args.training.per_device_train_batch_size > images:
+            raise torch.OutOfMemoryError("no memory")
+        return 100.0
+
+    return measure
+
+
+def test_batches_that_were_chosen_shrink_until_they_fit(monkeypatch):
+    monkeypatch.setattr(auto_config, "measure_speed", measure_with_memory_for(20))
+    args, recipe = parse_recipe([YOUR_IMAGES])
+    auto_config.fit_sizes(args, rows_of([(32, 32)] * 300), recipe)
+    before = args.training.per_device_train_batch_size
+    auto_config.fit_length(args, model_config(args.model, ["a", "b"]), 300, recipe)
+
+    assert (before, args.training.per_device_train_batch_size, args.training.gradient_accumulation_steps) == (
+        64,
+        16,
+        4,
+    )
+    assert "per_device_train_batch_size 16: the device has no memory for larger batches" in recipe.choices()
+
+
+def test_batches_of_a_flag_do_not_shrink(monkeypatch):
+    monkeypatch.setattr(auto_config, "measure_speed", measure_with_memory_for(20))
+    args, recipe = parse_recipe([YOUR_IMAGES, "--per_device_train_batch_size", "64"])
+    auto_config.fit_sizes(args, rows_of([(32, 32)] * 300), recipe)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        auto_config.fit_length(args, model_config(args.model, ["a", "b"]), 300, recipe)
+
+
+def test_wrong_value_is_the_users_mistake_where_the_speed_is_measured(class_folders, tmp_path):
+    with pytest.raises(UserError, match=r"^'fast' is no choice of speed\."):
+        train.main([YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--speed_choice",
+                    "fast", "--learning_rate=-1"])  # fmt: skip
 
 
 def test_speed_is_measured_and_leaves_random_state_and_configuration_alone(monkeypatch):

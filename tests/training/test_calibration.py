@@ -122,6 +122,13 @@ def test_every_class_has_its_mean_however_few_images_are_taken(tmp_path, monkeyp
     assert sorted(classes) == list(range(10))
 
 
+def test_class_called_unknown_is_warned_of(class_folders, tmp_path, caplog):
+    (class_folders / "temple").rename(class_folders / "unknown")
+    train.main(["digits", *SMALL, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--max_steps",
+                "1", "--eval_strategy", "no", "--near_duplicates", "ignore"])  # fmt: skip
+    assert any(line.startswith("A class is called 'unknown', which is also the answer") for line in caplog.messages)
+
+
 def test_it_can_be_turned_off(tmp_path):
     train.main(
         [

@@ -198,7 +198,9 @@ def test_split_of_other_data_is_chosen_by_its_name(run, evaluate, refused, tmp_p
     ("arguments", "message"),
     [
         (["--split", "dev2"], r"there is no split 'dev2', only \['train', 'validation', 'test'\]"),
-        (["--per_device_eval_batch_size", "0"], r"^per_device_eval_batch_size must lie above 0 .*, got 0\."),
+        (["--per_device_eval_batch_size", "0"], r"^per_device_eval_batch_size must be at least 1, got 0\."),
+        (["--image_size", "16"], r"^--image_size changes nothing in a trained model\. Leave it out\."),
+        (["--horizontal_flip_prob", "1"], r"^--horizontal_flip_prob changes nothing in a trained model\."),
         (["--learning", "0"], r"^the command line: unknown flag 'learning'"),
         (["--data", "nowhere/at_all"], r"nowhere/at_all: the data cannot be loaded .* is the Hub within reach\?"),
     ],
@@ -207,12 +209,25 @@ def test_impossible_argument_is_refused(arguments, message, refused):
     assert re.search(message, refused(*arguments))
 
 
+def test_choice_of_speed_that_does_not_exist_is_named(run, tmp_path, capsys):
+    arguments = ["--output_dir", str(tmp_path / "out"), "--speed_choice", "fast"]
+    assert vit_scratch.main(["evaluate", str(run[0]), *arguments]) == 2
+    assert "error: 'fast' is no choice of speed." in capsys.readouterr().err
+
+
 def test_unknown_class_is_named(refused, tmp_path):
     write_folders(tmp_path / "some", "37")
     (tmp_path / "some" / "7").rename(tmp_path / "some" / "horse")
     assert refused("--data", str(tmp_path / "some")) == (
         f"{tmp_path}/some: the classes must be among those of the model, ['0', '1', '2', '3', '4', '5', '6', '7', "
         "'8', '9'], got ['horse']. Rename or remove them."
+    )
+
+
+def test_report_is_not_written_where_it_would_be_pushed(run, capsys):
+    assert vit_scratch.main(["evaluate", str(run[0]), "--output_dir", str(run[0] / "report")]) == 2
+    assert (
+        "report is in the folder of the run, and would be pushed with it. Choose another." in capsys.readouterr().err
     )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.training.local_attention import PLACES, start_local_attention
+from hf_vit_scratch.training.initial_weights import PLACES, start_local_attention
 
 SIZES = {
     "image_size": 32, "patch_size": 4, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,

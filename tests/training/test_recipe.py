@@ -87,6 +87,60 @@ def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse, tmp_path)
     assert [vars(arguments) for arguments in again[:3]] == [vars(arguments) for arguments in first[:3]]
 
 
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["cifar10_cpu", "--learning_rate", "1e-3"], "muon_learning_rate"),
+        (["your_images", "--lr_scheduler_type", "cosine"], "lr_scheduler_kwargs"),
+    ],
+)
+def test_flag_replaces_what_the_recipe_sets_beside_it(argv, name):
+    arguments, recipe = parse_recipe(argv)
+
+    assert recipe.left_out == [name]
+    assert name not in recipe.values()
+    assert not getattr(arguments.training, name)
+
+
+def test_flags_that_belong_together_can_be_given_together():
+    (*_, training), recipe = parse_recipe(["cifar10_cpu", "--learning_rate", "1e-3", "--muon_learning_rate", "2e-3"])
+
+    assert (training.learning_rate, training.muon_learning_rate, recipe.left_out) == (1e-3, 2e-3, [])
+
+
+def test_size_of_a_flag_wins_over_the_sizes_of_a_recipe():
+    (model, *_), _ = parse_recipe(["cifar10_cpu", "--model", "S/8"])
+    config = model_config(model, ["a", "b"])
+
+    sizes = (config.image_size, config.patch_size, config.hidden_size, config.num_hidden_layers)
+    assert sizes == (32, 8, 384, 12)
+    assert config.position_embedding_type == "rope2d"  # what is no size stays the recipe's
+
+
+@pytest.mark.parametrize("null", [["--ema_decay", "null"], ["--ema_decay=null"], ["--ema-decay=null"]], ids=str)
+def test_null_undoes_what_a_recipe_sets(null, parse, tmp_path):
+    (*_, training), recipe = parse("ema_decay: 0.5\nweight_decay: 0.3", *null, "--output_dir", "x")
+    recipe.save(tmp_path, "train.py")
+    (*_, again), _ = parse((tmp_path / "recipe.yaml").read_text())
+
+    assert (training.ema_decay, training.weight_decay) == (None, 0.3)
+    assert recipe.settings["ema_decay"].origin == "flag"  # so that nothing else is chosen
+    assert (again.ema_decay, again.weight_decay) == (None, 0.3)
+
+
+def test_null_of_an_unknown_flag_is_refused(parse):
+    with pytest.raises(UserError, match=r"the command line: unknown flag 'ema_deca'\. Did you mean ema_decay\?"):
+        parse("seed: 1", "--ema_deca", "null")
+
+
+def test_run_without_a_limit_can_be_repeated(parse, tmp_path):
+    (*_, training), recipe = parse("max_train_minutes: 9", "--max_train_minutes", "inf")
+    recipe.save(tmp_path, "train.py")
+    (*_, again), _ = parse((tmp_path / "recipe.yaml").read_text())
+
+    assert training.max_train_minutes == again.max_train_minutes == float("inf")
+
+
 def test_digits_are_the_recipe_if_none_is_named():
     (model, data, *_, training), _ = parse_recipe(["--num_hidden_layers", "3"])
 
@@ -194,6 +248,15 @@ def make_checkpoint(run_dir, step):
         (checkpoint / name).write_text("{}")
     finish_checkpoint(checkpoint, best=None, limit=None)
     return checkpoint
+
+
+def test_another_number_of_processes_is_refused(parse, tmp_path):
+    make_checkpoint(tmp_path / "run", 1)
+    args, recipe = parse("seed: 1", "--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", "true")
+    recipe.processes = 2
+    recipe.save(tmp_path / "run", "train.py")
+    with pytest.raises(UserError, match=r"belongs to a run of 2 processes, got 1: .*Start as many\."):
+        resolve_checkpoint(args.training, recipe)
 
 
 def test_folder_of_another_run_is_refused(tmp_path):

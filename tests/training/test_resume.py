@@ -163,6 +163,25 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
     assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
 
 
+def test_resumed_run_logs_evaluates_and_saves_when_its_own_flags_say(tmp_path):
+    options = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": False, "max_steps": 8}
+    every_four = {"save_steps": 4, "eval_steps": 4, "logging_steps": 4}
+    make_trainer(tmp_path, **options, **every_four).train()
+    shutil.rmtree(tmp_path / "checkpoint-8")
+
+    resumed = make_trainer(tmp_path, **options, save_steps=3, eval_steps=3, logging_steps=7, save_total_limit=9)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
+    evaluated = [line["step"] for line in resumed.state.log_history if "eval_loss" in line]
+    logged = [line["step"] for line in resumed.state.log_history if "loss" in line]
+    assert (evaluated, logged) == ([4, 6, 8], [4, 6, 7, 8])
+
+
 def test_resuming_with_other_images_is_refused(class_folders, tmp_path, caplog):
     recipe = "digits"
     argv = [recipe, *SMALL, "--data", str(class_folders), "--max_steps", "1", "--eval_strategy", "no",
@@ -209,6 +228,22 @@ def test_checkpoint_holds_the_average_as_the_model_and_the_trained_weights_besid
     final = trainer.model.state_dict()
     assert all(torch.equal(final[name], average[name]) for name in final)
     assert not torch.equal(average["classifier.weight"], trained["classifier.weight"])
+
+
+def test_best_model_of_a_finished_run_that_was_renamed_stays_the_result(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 6,
+               "load_best_model_at_end": True, "metric_for_best_model": "earliness"}  # fmt: skip
+    trainer, resumed = (make_trainer(tmp_path / name, **options) for name in "ab")
+    trainer.add_callback(EarlierIsBetter)
+    resumed.add_callback(EarlierIsBetter)
+    trainer.train()
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "b")
+
+    resumed.train(resume_from_checkpoint=True)
+
+    best = load_file(tmp_path / "b" / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(tensor, best[name]) for name, tensor in resumed.model.state_dict().items())
 
 
 def test_time_spent_counts_on_in_a_resumed_run(tmp_path):

@@ -379,7 +379,21 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
             r"^metric_for_best_model must be one of accuracy, top5_accuracy, balanced_accuracy, macro_f1, loss; got",
         ),
         (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out; got 'crops'\."),
-        (["--num_train_epochs", "0"], r"^num_train_epochs must lie above 0 and be at most inf, got 0"),
+        (["--num_train_epochs", "0"], r"^num_train_epochs must be a positive number, got 0"),
+        (["--num_train_epochs", "inf"], r"^num_train_epochs must be a positive number, got inf"),
+        (["--gradient_accumulation_steps", "0"], r"^gradient_accumulation_steps must be at least 1, got 0"),
+        (["--per_device_train_batch_size", "0"], r"^per_device_train_batch_size must be at least 1, got 0"),
+        (["--image_size", "0"], r"^image_size must be one or two positive numbers, got \[0\]"),
+        (["--patch_size", "1", "2", "2"], r"^patch_size must be one or two positive numbers, got \[1, 2, 2\]"),
+        (["--initial_image_size", "0"], r"^initial_image_size must be one or two positive numbers, got \[0\]"),
+        (["--muon_beta2", "0.9"], r"^--muon_beta2 does nothing without --muon true\. Add that, or leave it out\."),
+        (["--mask_ratio", "0.5"], r"^--mask_ratio does nothing without --task masked-image-modeling\."),
+        (["--randaugment_num_ops", "3"], r"^--randaugment_num_ops does nothing without --auto_augment randaugment"),
+        (["--classifier_act", "relu"], r"^--classifier_act does nothing without --classifier_hidden_size\."),
+        (
+            ["--whiten_patches", "true", "--patch_initializer_range", "0.1"],
+            r"^--patch_initializer_range does nothing without --whiten_patches false\.",
+        ),
         (["--target_accuracy", "0.9", "--calibrate", "false"], r"^target_accuracy needs calibrate, which is false"),
         (
             ["--attn_implementation", "eager", "--speed_choice", "sdpa"],
@@ -403,7 +417,6 @@ def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):
         (["--attn_implementation", "fast"], r"`attn_implementation=\"fast\"`"),
         (["--seed=-1"], r"seed|Seed"),
         (["--learning_rate=-1"], r"Invalid learning rate: -1"),
-        (["--per_device_train_batch_size", "0"], r"batch_size should be a positive integer"),
         (["--lr_scheduler_type", "cosine_with_min_lr"], r"min_lr"),
         (["--report_to", "somewhere"], r"somewhere"),
         (["--data_config", "x", "--train_split", "all"], r"there is no split 'all'"),
@@ -413,6 +426,12 @@ def test_value_that_a_library_refuses_is_the_users_mistake(argv, message, tmp_pa
     with pytest.raises(UserError, match=message) as error:
         train.main([*SMALL, "--output_dir", str(tmp_path / "run"), *argv])
     assert "\n" not in str(error.value)
+
+
+def test_file_that_macos_writes_is_no_run(tmp_path):
+    (tmp_path / ".DS_Store").touch()
+    train.main([*SMALL, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_strategy", "no"])
+    assert (tmp_path / "metrics.json").is_file()
 
 
 def test_error_within_training_keeps_its_type(tmp_path, monkeypatch):

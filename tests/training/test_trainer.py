@@ -711,11 +711,37 @@ def test_muon_multiplies_as_is_fastest(fast, expected, tmp_path, monkeypatch):
     assert dtypes == {expected}
 
 
-@pytest.mark.parametrize("arguments", [{"ema_decay": 1.5}, {"layer_decay": 0.0}, {"max_train_minutes": -1.0}], ids=str)
-def test_impossible_argument_is_refused(arguments, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"ema_decay": 1.0}, "lie between 0 and 1"),
+        ({"muon_beta2": 1.0}, "lie between 0 and 1"),
+        ({"layer_decay": 0.0}, r"lie in \(0, 1\]"),
+        ({"target_accuracy": 1.5}, r"lie in \(0, 1\]"),
+        ({"max_train_minutes": -1.0}, "be above 0"),
+    ],
+    ids=str,
+)
+def test_impossible_argument_is_refused(arguments, rule, tmp_path):
     (name,) = arguments
-    with pytest.raises(UserError, match=rf"{name} must lie above 0 and be at most"):
+    with pytest.raises(UserError, match=rf"^{name} must {rule}, got"):
         make_trainer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(("decay", "steps", "warns"), [(0.9, 20, True), (0.9, 30, False)])
+def test_average_that_would_keep_the_first_weights_is_warned_of(decay, steps, warns, tmp_path, caplog):
+    trainer = make_trainer(tmp_path, ema_decay=decay, max_steps=steps)  # 0.9^20 = 0.12, 0.9^30 = 0.04
+    trainer.state.max_steps = steps
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ == "_Hooks":
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert warns == any(f"ema_decay {decay} is too slow for {steps} steps" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "reduce_lr_on_plateau"])
+def test_schedule_that_waits_for_progress_knows_that_accuracy_grows(schedule, tmp_path):
+    arguments = ViTTrainingArguments(output_dir=str(tmp_path), use_cpu=True, lr_scheduler_type=schedule)
+    assert arguments.lr_scheduler_kwargs["mode"] == "max"
 
 
 def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch):

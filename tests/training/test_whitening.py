@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
-from hf_vit_scratch.training.whitening import whiten_patches
+from hf_vit_scratch.training.initial_weights import whiten_patches
 
 
 @pytest.fixture

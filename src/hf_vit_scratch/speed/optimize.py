@@ -15,7 +15,7 @@ from timeit import timeit
 from typing import Any, cast
 
 import torch
-from accelerate.utils import broadcast_object_list, reduce
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -180,7 +180,7 @@ def _choose(
     if hidden_states.shape[1] > MOST_EAGER_TOKENS:
         names = [name for name in names if not name.startswith("eager") or name == plain]
     key = _facts(layer, hidden_states, names, training)
-    times = _of_first_process(_measured.get(key))
+    times = of_first_process(_measured.get(key))
     if times is None:
         run = model.config.num_hidden_layers * images / len(example_batch)  # times a layer is called in the whole run
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
@@ -191,7 +191,7 @@ def _choose(
             step()
             once = timeit(step, number=1)
             seconds = min(SECONDS, SHARE_OF_RUN * run * once)
-            fitting = _of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
+            fitting = of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
             if fitting < 1:
                 return plain, {}
             steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
@@ -202,13 +202,10 @@ def _choose(
     return best if ratios[best] < CLEARLY_FASTER else plain, ratios
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _of_first_process(value: Any) -> Any:
+def of_first_process(value: Any) -> Any:
+    """Return what the first of all processes has, so that all do the same."""
     values = [value]
-    if _is_distributed():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         broadcast_object_list(values)
     return values[0]
 
@@ -228,7 +225,7 @@ def _step(layer: nn.Module, hidden_states: Tensor, args: list[Any], kwargs: dict
 
 
 def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, float]:
-    """Return the least seconds of each step, the mean of all processes: other programs only add to them.
+    """Return the least seconds of each step in the first process: other programs only add to them.
 
     All steps are timed in turn, again and again. One that is clearly slower is left out after some rounds.
     """
@@ -244,10 +241,7 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
             order = [name for name in order if least[name] < CLEARLY_SLOWER * min(least.values())]
             if len(order) == 1 or time.perf_counter() > deadline:
                 break
-    seconds = torch.tensor([least[name] for name in steps])
-    if _is_distributed():
-        seconds = cast(Tensor, reduce(seconds, "mean"))
-    return dict(zip(steps, seconds.tolist(), strict=True))
+    return of_first_process(least)
 
 
 def _facts(layer: Any, x: Tensor, names: list[str], training: bool) -> tuple[Any, ...]:

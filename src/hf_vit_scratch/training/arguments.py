@@ -1,6 +1,5 @@
 """The flags of `vit-scratch train`, as dataclasses."""
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,10 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_in_notebook
 
-from ..data.options import AugmentationArguments, DataArguments, MixingArguments, flag
+from ..data.options import AugmentationArguments, DataArguments, MixingArguments, Options, check_ranges, flag
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANT_NAME
 
@@ -26,7 +24,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(Options):
     """Fields of `ViTScratchConfig`, and where to start. What is not given keeps the configuration's default."""
 
     model: str | None = flag(
@@ -74,6 +72,17 @@ RECIPE_MODEL = ARCHITECTURE | {
 }  # fmt: skip
 
 
+# What a recipe sets for a value that a flag replaces.
+BELONGS_TO = {
+    "learning_rate": {"muon_learning_rate"},
+    "lr_scheduler_type": {"lr_scheduler_kwargs"},
+    "model": {
+        "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "initial_image_size", "initial_image_size_fraction",
+    },
+}  # fmt: skip
+
+
 def is_starting_model(model: str | None) -> bool:
     """Return whether `--model` names a trained model, and not a size such as S/16."""
     return model is not None and not VARIANT_NAME.fullmatch(model)
@@ -97,6 +106,7 @@ class ViTTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = flag("accuracy", "Validation metric that says which model is best.")
     optim: str = flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = flag("cosine", "Learning rate schedule.")
+    seed: int = flag(42, "Seed of the weights, the order, the augmentation, and the images that are cut for a split.")
     # Ours.
     task: str = flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
     mask_ratio: float = flag(0.6, "Masked image modelling: share of an image that is masked.")
@@ -137,8 +147,8 @@ class ViTTrainingArguments(TrainingArguments):
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
         None,
-        "Minutes to train, if the epochs do not end before. The schedule follows. Its numbers of steps are parts of "
-        "10,000.",
+        "Minutes to train, if the epochs do not end before; inf for no limit. The schedule follows. Its numbers of "
+        "steps are parts of 10,000.",
     )
     eval_tta: str | None = flag(
         None, "flip: report the test split also with the mean logits of each image and its mirror image."
@@ -148,7 +158,9 @@ class ViTTrainingArguments(TrainingArguments):
         "End after so many evaluations in which metric_for_best_model does not improve. The best model is the result "
         "if load_best_model_at_end is true.",
     )
-    calibrate: bool = flag(True, "Calibrate the scores of a classifier on the validation split, after training.")
+    calibrate: bool = flag(
+        True, "Calibrate the scores on the validation split after training, if each image has one class."
+    )
     target_accuracy: float | None = flag(
         None, "Accuracy for which `predict` answers; it calls other images unknown. Needs calibrate."
     )
@@ -172,12 +184,7 @@ class ViTTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
             self.prediction_loss_only = True
-        limits = {"ema_decay": 1, "layer_decay": 1, "muon_beta2": 1, "target_accuracy": 1}
-        others = ("max_train_minutes", "num_train_epochs", "early_stopping_patience", "per_device_eval_batch_size")
-        for name in (*limits, *others):
-            value, high = getattr(self, name), limits.get(name, math.inf)
-            if value is not None and not 0 < value <= high:
-                raise UserError(f"{name} must lie above 0 and be at most {high}, got {value}.")
+        check_ranges(self)
         if self.target_accuracy is not None and not self.calibrate:
             raise UserError("target_accuracy needs calibrate, which is false. Leave one of them out.")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
@@ -192,7 +199,7 @@ class ViTTrainingArguments(TrainingArguments):
             self.use_cpu = True
             self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
-        if self.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:  # torch takes less for better
+        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # which take less for better
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
 
@@ -232,4 +239,6 @@ def refuse_beside(args: Arguments, what: str, *names: str) -> None:
     defaults = {flag.name: flag.default for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)}
     for name in names:
         if next(getattr(part, name) for part in args if hasattr(part, name)) != defaults[name]:
-            raise UserError(f"--{name} does not go together with {what}. Leave one of them out.")
+            raise UserError(
+                f"--{name} does not go together with {what}. Leave one of them out; --{name} null undoes a recipe's."
+            )

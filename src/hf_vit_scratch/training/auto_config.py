@@ -15,7 +15,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from numpy.typing import NDArray
 
@@ -23,7 +22,7 @@ from ..data.images import size_and_mode
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
-from ..speed.optimize import optimize
+from ..speed.optimize import of_first_process, optimize
 from .arguments import Arguments, ViTTrainingArguments, is_starting_model, set_fields
 from .optimizers import build_optimizer, freeze
 from .recipe import Recipe
@@ -65,8 +64,10 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     choose = partial(_choose, args, recipe)
 
     largest = 64 if on_cpu else 224
-    image_size = max([IMAGE_SIZES[0], *(size for size in IMAGE_SIZES if size <= min(side, largest))])
     if model.image_size is None:  # a starting model has one
+        multiple = math.lcm(*(model.patch_size or [int(model.model.partition("/")[2]) if model.model else 1]))
+        sizes = [size // multiple * multiple for size in IMAGE_SIZES if size >= multiple] or [multiple]
+        image_size = max([sizes[0], *(size for size in sizes if size <= min(side, largest))])
         choose(
             f"half of the images are {side} pixels or less on their shorter side"
             + (f", and a CPU is slow beyond {largest}" if on_cpu and side > largest else ""),
@@ -76,7 +77,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     tokens = 64 if on_cpu or max(pixels) <= 64 else 256
     patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
     patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
-    if "model" not in recipe.settings:  # it has sizes of its own
+    if model.model is None:  # which has sizes of its own
         choose(f"at most {tokens} tokens", patch_size=[patch_size])
         width, layers = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
         reason = "a CPU" if on_cpu else f"{number} images"
@@ -108,7 +109,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     """
     training = args.training
     choose = partial(_choose, args, recipe)
-    speed = measure_speed(config, args)
+    speed = _measure_what_fits(config, args, recipe)
     minutes = training.max_train_minutes or math.inf
     possible = TIME_FOR_STEPS * speed * 60 * minutes / number
     if training.max_steps <= 0:
@@ -145,6 +146,25 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         )  # fmt: skip
 
 
+def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe) -> float:
+    """Measure the speed with smaller batches, and more of them per step, until the device has memory for them."""
+    training = args.training
+    while True:
+        try:
+            return measure_speed(config, args)
+        except torch.OutOfMemoryError:
+            batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+            given = {"per_device_train_batch_size", "gradient_accumulation_steps"} & recipe.values(
+                "recipe", "flag"
+            ).keys()
+            if given or batch == 1 or training.world_size > 1:  # the others would wait
+                raise
+            torch.cuda.empty_cache()
+            values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}
+            set_fields(args, values)
+            recipe.add(values, "images", "the device has no memory for larger batches")
+
+
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     """Return the training steps' images per second on this machine, for all processes together.
 
@@ -176,10 +196,8 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
             loss.item()  # waits for the device
             return batch_size
 
-        speeds = [images_per_second(step, SECONDS)]  # of all processes at once, as in training
-    if training.world_size > 1:
-        broadcast_object_list(speeds)
-    return speeds[0] * training.world_size * faster
+        speed = of_first_process(images_per_second(step, SECONDS))  # all measure at once, as in training
+    return speed * training.world_size * faster
 
 
 def images_per_second(step: Callable[[], int], seconds: float) -> float:

@@ -1,5 +1,6 @@
 """What a classifier learns after training: calibrated scores, and which images it does not know."""
 
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..data.dataset import BatchTransform, ImageClassificationDataset
-from ..evaluation.trust import Trust
+from ..evaluation.trust import UNKNOWN, Trust
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from .trainer import ViTTrainer
+
+logger = logging.getLogger(__name__)
 
 MOST_IMAGES = 4000  # training images whose vectors are computed
 
@@ -28,6 +31,10 @@ def calibrate(trainer: ViTTrainer) -> None:
         return
     if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
+    if UNKNOWN in model.config.label2id:
+        logger.warning(
+            "A class is called %r, which is also the answer of `predict` to other images. Rename it.", UNKNOWN
+        )
     rows = np.random.default_rng(seed).permutation(len(train))
     labels = train.labels.numpy()[rows]
     visits = pd.Series(labels).groupby(labels).cumcount()

@@ -19,7 +19,7 @@ import logging
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
@@ -32,7 +32,7 @@ from ..data.images import images_of, local_path
 from ..data.options import DataArguments
 from ..data.splits import absolute, find_split, load_split, with_names
 from ..data.targets import targets_of
-from ..errors import UserError, blame_the_files
+from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation import exported
 from ..evaluation.figures import plot_report
 from ..evaluation.metrics import compute_metrics, summarize_logits
@@ -58,10 +58,14 @@ def main(argv: Sequence[str]) -> None:
     given, flags = parser.parse_known_args(argv)
     args, recipe, run = open_run(given.run, given.data, flags, given.output_dir)
     is_export = Path(given.run).suffix in {Path(name).suffix for name in FILES.values()}
-    opened = _open_export(given.run) if is_export else _open_model(given.run, args, recipe)
+    if run is not None and given.output_dir.resolve().is_relative_to(run.resolve()):
+        raise UserError(
+            f"{given.output_dir} is in the folder of the run, and would be pushed with it. Choose another."
+        )
+    labels, kind, predict = _open_export(given.run) if is_export else _open_model(given.run, args, recipe)
     source, rows = load_rows(args, recipe, run, given.data, given.split)
-    rows = with_names(source, rows, opened.labels, opened.problem_type)
-    outputs, output_dir = opened.predict(rows), given.output_dir
+    rows = with_names(source, rows, labels, kind)
+    outputs, output_dir = predict(rows), given.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
     report = write_report(outputs, rows, source, shlex.join(["vit-scratch", "evaluate", *argv]), output_dir)
     plot_report(report, *(output_dir / f"{name}.png" for name in ("confusion_matrix", "reliability")))
@@ -92,7 +96,7 @@ def open_run(
     Raises:
         UserError: There is none, and no other data are given; or `output_dir` holds something.
     """
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.glob("[!.]*"))):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")
     path = local_path(model)
     folder = path.parent if path.is_file() else path  # of an export
@@ -100,10 +104,15 @@ def open_run(
     run = next((place for place in (folder, folder.resolve().parent) if (place / RECIPE).is_file()), None)
     if run is None and data is None:
         raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")
-    recipe = "your_images" if run is None else str(run / RECIPE)
+    name = "your_images" if run is None else str(run / RECIPE)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     disable_progress_bar()  # those of loading
-    return *parse_recipe([recipe, *flags, *OFF, "--output_dir", str(output_dir)]), run
+    args, recipe = parse_recipe([name, *flags, *OFF, "--output_dir", str(output_dir)])
+    if idle := [
+        name for name in recipe.values("flag") if not any(hasattr(part, name) for part in (args.data, args.training))
+    ]:
+        raise UserError(f"--{idle[0]} changes nothing in a trained model. Leave it out.")
+    return args, recipe, run
 
 
 def load_rows(
@@ -119,7 +128,7 @@ def load_rows(
     if data is not None and absolute(data) != absolute(own):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
-        return data, load_split(DataArguments(**flags | {"data": data}), split)
+        return data, load_split(DataArguments(**flags | {"data": data, "streaming": False}), split)
     args.data.data = own
     splits = steps.load_data(args)
     if run is not None and not args.data.streaming:  # the images of a stream are not known
@@ -127,12 +136,8 @@ def load_rows(
     return own, splits[find_split(own, split or "test", splits)]
 
 
-class Opened(NamedTuple):
-    """A model that can be evaluated: the names of its classes or numbers, what they are, and a function of rows."""
-
-    labels: list[str]
-    problem_type: str
-    predict: Callable[[Dataset], PredictionOutput]
+# The names of a model's classes or numbers, what they are, and a function that evaluates rows.
+Opened = tuple[list[str], str, Callable[[Dataset], PredictionOutput]]
 
 
 def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
@@ -142,16 +147,17 @@ def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
 
     def predict(rows: Dataset) -> PredictionOutput:
         dataset = ImageClassificationDataset(rows, BatchTransform(classifier.image_processor))
-        trainer = ViTTrainer(
-            model=classifier.model,
-            args=args.training,
-            eval_dataset=dataset,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=summarize_logits,
-        )
+        with blame_the_user():
+            trainer = ViTTrainer(
+                model=classifier.model,
+                args=args.training,
+                eval_dataset=dataset,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=summarize_logits,
+            )
         return predict_split(trainer, dataset)
 
-    return Opened(*labels_and_type(classifier.model.config), predict)
+    return *labels_and_type(classifier.model.config), predict
 
 
 def _open_export(model: str) -> Opened:
@@ -165,4 +171,4 @@ def _open_export(model: str) -> Opened:
         summaries, metrics = evaluate_scores(scores_of_export(classify, images_of(rows)), labels)
         return PredictionOutput(summaries, labels, {f"test_{name}": value for name, value in metrics.items()})
 
-    return Opened(facts["labels"], facts["problem_type"], predict)
+    return facts["labels"], facts["problem_type"], predict

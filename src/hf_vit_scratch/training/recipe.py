@@ -14,7 +14,15 @@ from transformers import HfArgumentParser
 
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
-from .arguments import ARCHITECTURE, ARGUMENT_TYPES, RECIPE_MODEL, Arguments, ModelArguments, is_starting_model
+from .arguments import (
+    ARCHITECTURE,
+    ARGUMENT_TYPES,
+    BELONGS_TO,
+    RECIPE_MODEL,
+    Arguments,
+    ModelArguments,
+    is_starting_model,
+)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
@@ -34,21 +42,14 @@ class Setting:
 
 @dataclass
 class Recipe:
-    """What a run is made of.
+    """What a run is made of."""
 
-    Args:
-        settings: Every value that is set instead of left at its default, by the name of its flag.
-        data: Source of the images, as an absolute path if it is local.
-        fingerprint: That of the splits; empty for a stream.
-        machine_choices: Choices for the machine, one line each. Another machine may choose otherwise.
-        left_out: Flags that the file sets for its own model, while the command line names a trained one.
-    """
-
-    settings: dict[str, Setting] = field(default_factory=dict)
-    data: str = ""
-    fingerprint: str = ""
-    machine_choices: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    settings: dict[str, Setting] = field(default_factory=dict)  # what is not left at its default, by names of flags
+    data: str = ""  # source of the images, as an absolute path if it is local
+    fingerprint: str = ""  # of the splits; empty for a stream
+    processes: int = 1
+    machine_choices: list[str] = field(default_factory=list)  # a line each; another machine may choose otherwise
+    left_out: list[str] = field(default_factory=list)  # what the file sets, and flags of the command line replace
 
     def add(self, values: Mapping[str, Any], origin: Origin, reason: str = "") -> None:
         """Set values that belong together."""
@@ -86,21 +87,11 @@ class Recipe:
 
 
 def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tuple[Arguments, Recipe]:
-    """Build the arguments from a recipe and flags: `[recipe] [--flag value ...]`.
+    """Build the arguments from `[recipe] [--flag value ...]`, and the recipe with all that file and flags have set.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
-    names of flags to values.
-
-    Args:
-        argv: Command line, without the program's name. It begins with the name of a recipe of this package, such as
-            `cifar10_cpu`, or with the path of a YAML file; without either, with `digits`.
-        program: Name under which the command was started, for messages.
-
-    Returns:
-        The arguments, and the recipe with all that the file and the flags have set.
-
-    Raises:
-        UserError: A file, a key, a flag or a value is wrong.
+    names of flags to values: one of this package, such as `cifar10_cpu`, or the path of a file; without either,
+    `digits`. `null` in it or on the command line is the default. Messages name the `program`.
     """
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
@@ -126,15 +117,16 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     _refuse_unknown(given, names, str(recipe_path), program)
     flags, recipe = _explicit(parser, names, argv, "the command line"), Recipe()
-    if is_starting_model(flags.get("model")):
-        recipe.left_out = [name for name in given if name in RECIPE_MODEL and name not in flags]
-        given = {name: value for name, value in given.items() if name not in recipe.left_out}
-    # A recipe is the beginning of the command line: the same types, the same checks, and what comes later wins.
+    replaced = set().union(*(BELONGS_TO.get(name, ()) for name in flags))
+    replaced |= RECIPE_MODEL if is_starting_model(flags.get("model")) else set()
+    recipe.left_out = [name for name in given if name in replaced and name not in flags]
+    given = {name: value for name, value in given.items() if name not in recipe.left_out}
+    # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
     recipe.add(flags, "flag")
     with blame_the_user():  # TrainingArguments checks its values itself
-        parsed = parser.parse_args_into_dataclasses([*recipe_argv, *argv], look_for_args_file=False)
+        parsed = parser.parse_dict(recipe.values())
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
     recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings}
     return Arguments(*parsed), recipe
@@ -188,23 +180,31 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _as_arguments(key: str, value: Any) -> list[str]:
-    if value in ("", "~", "null"):
-        return []  # the default
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
-    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+    value = {"": "null", "~": "null", ".inf": "inf"}.get(value, value) if isinstance(value, str) else json.dumps(value)
+    return [f"--{key}={value}"]
 
 
 def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], source: str) -> dict[str, Any]:
-    """Return the flags that `argv` sets, with their values, without defaults."""
-    unset = object()
+    """Return the flags that `argv` sets, with their values; the default for `null`."""
+    unset, kept, null = object(), list[str](), list[str]()
+    for argument in argv:
+        if argument.startswith("--") and argument.endswith("=null"):
+            null.append(argument.removesuffix("=null"))
+        elif argument == "null" and kept and kept[-1].startswith("--"):
+            null.append(kept.pop())
+        else:
+            kept.append(argument)
     try:
-        found, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(names, unset)))
+        found, unknown = parser.parse_known_args(kept, Namespace(**dict.fromkeys(names, unset)))
     except ArgumentError as error:
         raise UserError(f"{source}: {error}. Run {parser.prog} --help for the flags.") from error
+    null = [argument.removeprefix("--").replace("-", "_") for argument in null]
     given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
-    _refuse_unknown(given, names, source, parser.prog)
-    return {name: value for name, value in vars(found).items() if value is not unset}
+    _refuse_unknown([*null, *given], names, source, parser.prog)
+    defaults = {name: parser.get_default(name) for name in null}
+    return {name: value for name, value in vars(found).items() if value is not unset} | defaults
 
 
 def _refuse_unknown(given: Iterable[str], names: list[str], source: str, program: str) -> None:

@@ -17,15 +17,16 @@ from transformers.utils.logging import disable_progress_bar
 from ..data.groups import LISTING
 from ..evaluation.report import report_on_test_split
 from . import sanity_check, steps
-from .arguments import Arguments
-from .recipe import Recipe, parse_recipe
+from .recipe import parse_recipe
 from .run_directory import lock_run_directory, resolve_checkpoint, without_resuming
 
 
 def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, Any]:
     """Train as the command line says; return the metrics of the test split, or what `--check` or `--data_report` find.
 
-    `program` is what precedes the flags.
+    `program` is what precedes the flags. The steps share `args` and `recipe`, which they change, and files of the
+    run's folder: `load_data` writes the list of near duplicates and `train` the file of `Trust`, both of which the
+    report reads; the model card reads the report.
     """
     args, recipe = parse_recipe(argv, program)
     training_args = args.training
@@ -33,30 +34,21 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     command = f"{program} {shlex.join(without_resuming(argv))}".rstrip()
     with lock_run_directory(training_args), steps.advise_on_memory(training_args):
-        return run(args, recipe, resolve_checkpoint(training_args, recipe), command)
+        checkpoint = resolve_checkpoint(training_args, recipe)
+        steps.check_and_seed(args, recipe)
+        splits = steps.load_data(args, Path(training_args.output_dir) / LISTING if training_args.should_save else None)
+        config, start = steps.make_choices(args, recipe, splits)
+        image_processor = steps.build_image_processor(config, start)
+        model = steps.build_model(args, config, start)
+        trainer, test_dataset = steps.build_trainer(args, splits, model, image_processor)
 
+        if training_args.data_report:
+            return {"bound": sanity_check.data_report(trainer)}
+        if training_args.check:
+            return {"check": sanity_check.check(trainer, splits)}
 
-def run(args: Arguments, recipe: Recipe, checkpoint: Path | None, command: str) -> dict[str, Any]:
-    """Train in a folder that no other run uses.
-
-    The steps share `args` and `recipe`, which they change, and files of the folder: `load_data` writes the list of
-    near duplicates and `train` the file of `Trust`, both of which the report reads; the model card reads the report.
-    """
-    training_args = args.training
-    steps.check_and_seed(args, recipe)
-    splits = steps.load_data(args, Path(training_args.output_dir) / LISTING if training_args.should_save else None)
-    config, start = steps.make_choices(args, recipe, splits)
-    image_processor = steps.build_image_processor(config, start)
-    model = steps.build_model(args, config, start)
-    trainer, test_dataset = steps.build_trainer(args, splits, model, image_processor)
-
-    if training_args.data_report:
-        return {"bound": sanity_check.data_report(trainer)}
-    if training_args.check:
-        return {"check": sanity_check.check(trainer, splits)}
-
-    steps.train(trainer, recipe, checkpoint, command)
-    metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)
-    steps.push(trainer)
-    trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
-    return metrics
+        steps.train(trainer, recipe, checkpoint, command)
+        metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)
+        steps.push(trainer)
+        trainer.accelerator.end_training()  # a process that leaves gloo's threads running is aborted now and then
+        return metrics

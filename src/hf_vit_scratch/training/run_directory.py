@@ -73,6 +73,11 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     begun = None if checkpoint is None else Recipe.load(checkpoint.parent)
     if checkpoint is None or begun is None:
         return checkpoint
+    if begun.processes != args.world_size:
+        raise UserError(
+            f"{checkpoint} belongs to a run of {begun.processes} processes, got {args.world_size}: a step would have "
+            "another number of images. Start as many."
+        )
     was, now = (one.values("recipe", "flag") for one in (begun, recipe))
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
@@ -94,7 +99,7 @@ def _refuse_other_run(output_dir: Path) -> None:
     replaceable = {output_dir / name for name in (RECIPE, FACTS, "_samples.png", LISTING, LOCK)}
     if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
         replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
-    if output_dir.is_file() or {*output_dir.glob("*")} - replaceable:
+    if output_dir.is_file() or {*output_dir.glob("[!.]*")} - replaceable:  # macOS writes .DS_Store
         raise UserError(
             f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint "
             "true, choose another --output_dir, or delete it."

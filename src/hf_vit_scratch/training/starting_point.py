@@ -2,16 +2,13 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from ..conversion.names import weights_of
+from ..conversion.names import LoadedModel, weights_of
 from ..errors import UserError
 from ..model.configuration_vit_scratch import VARIANTS, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
 from .arguments import Arguments, is_starting_model
-
-if TYPE_CHECKING:
-    from ..conversion.convert import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +17,7 @@ logger = logging.getLogger(__name__)
 HIGHEST_RATE = 1e-3 * 768
 
 
-def load_starting_model(args: Arguments) -> "LoadedModel | None":
+def load_starting_model(args: Arguments) -> LoadedModel | None:
     """Load the trained model that `--model` names, converted if it is another library's; `None` for random weights.
 
     Its image size becomes that of the run if no other one is given.
@@ -60,7 +57,7 @@ def load_starting_model(args: Arguments) -> "LoadedModel | None":
 
 
 def build_from(
-    start: "LoadedModel", name: str, model_class: type[ViTScratchPreTrainedModel], config: ViTScratchConfig
+    start: LoadedModel, name: str, model_class: type[ViTScratchPreTrainedModel], config: ViTScratchConfig
 ) -> ViTScratchPreTrainedModel:
     """Build a model with the weights of the starting model, in float32. Its classifier is new if the classes differ.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..conversion.names import LoadedModel
 from ..data.augmentation import Augmentation, training_stages
 from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..data.masking import MaskedImageDataset
@@ -40,15 +41,11 @@ from . import auto_config
 from .arguments import Arguments, ViTTrainingArguments, refuse_beside, set_fields
 from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
-from .local_attention import start_local_attention
+from .initial_weights import NUM_PATCHES, start_local_attention, whiten_patches
 from .optimizers import freeze
 from .recipe import Recipe, model_config
 from .starting_point import build_from, load_starting_model
 from .trainer import ViTTrainer
-from .whitening import NUM_PATCHES, whiten_patches
-
-if TYPE_CHECKING:
-    from ..conversion.convert import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +67,26 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
         refuse_beside(args, "--attn_implementation", "speed_choice")
     if args.training.balanced_sampling:
         refuse_beside(args, "--balanced_sampling", "class_weighting")
+    _refuse_idle_flags(args, recipe)
     with blame_the_user():
         set_seed(args.training.seed)
+
+
+def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
+    """Refuse flags of the command line that would change nothing."""
+    training, given = args.training, recipe.values("flag")
+    needed = {
+        "muon true": (training.muon, ("muon_learning_rate", "muon_beta2")),
+        "task masked-image-modeling": (is_masked(args), ("mask_ratio", "mask_patch_size")),
+        "auto_augment randaugment": (
+            args.augmentation.auto_augment == "randaugment", ("randaugment_num_ops", "randaugment_magnitude"),
+        ),
+        "whiten_patches false": (not training.whiten_patches, ("patch_initializer_range",)),
+        "classifier_hidden_size": (args.model.classifier_hidden_size is not None, ("classifier_act",)),
+    }  # fmt: skip
+    for other, (is_there, names) in needed.items():
+        if idle := [name for name in names if given.get(name) is not None and not is_there]:
+            raise UserError(f"--{idle[0]} does nothing without --{other}. Add that, or leave it out.")
 
 
 def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
@@ -83,6 +98,8 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
         names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
         others = ("max_train_minutes", "validation_fraction", "test_fraction", "group_by", "whiten_patches")
         refuse_beside(args, "--streaming", *names, *others)
+        if args.data.near_duplicates == "drop":
+            raise UserError("A stream is not searched for near duplicates: leave out --near_duplicates drop.")
         if training.max_steps <= 0:
             raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
         for name in ("eval", "save"):
@@ -102,25 +119,22 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
     return splits
 
 
-def make_choices(
-    args: Arguments, recipe: Recipe, splits: DatasetDict
-) -> tuple[ViTScratchConfig, "LoadedModel | None"]:
+def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[ViTScratchConfig, LoadedModel | None]:
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
     The choices are set in the arguments, and added to the recipe. Each leaves alone what is chosen already, so the
     order matters: those of the run that is resumed; the starting model, which has sizes; the sizes; the configuration;
-    its loss; the precision; and last the length, for which the speed is measured.
-
-    Returns:
-        The model's configuration, and the trained model to start from; `None` for random weights.
+    its loss; the precision; and last the length, for which the speed is measured. Returns the configuration, and the
+    trained model to start from, or `None`.
     """
     training, recipe.data = args.training, absolute(args.data.data)
+    recipe.processes = training.world_size
     set_fields(args, recipe.values("images", "machine"))  # of the run that is resumed
     if not args.data.streaming:
         recipe.fingerprint = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
     if recipe.left_out:
-        logger.info("Left out of the recipe, because %s decides it: %s", args.model.model, ", ".join(recipe.left_out))
+        logger.info("Left out of the recipe, because a flag replaces it: %s", ", ".join(recipe.left_out))
     if training.fit_to_images:
         auto_config.fit_sizes(args, splits["train"], recipe)
     names = label_names(splits["validation"].features["label"])
@@ -131,7 +145,8 @@ def make_choices(
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
     if training.fit_to_images:
-        auto_config.fit_length(args, config, len(splits["train"]), recipe)
+        with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
+            auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
         if choices:
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
@@ -194,7 +209,7 @@ def fit_to_labels(
                 logger.warning(problem)
 
 
-def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None") -> ViTImageProcessor:
+def build_image_processor(config: ViTScratchConfig, start: LoadedModel | None) -> ViTImageProcessor:
     """Build the image processor, with the normalization of the trained model if training starts from one."""
     size = dict(zip(("height", "width"), config.image_height_width, strict=True))
     saved = {} if start is None or start.image_processor is None else start.image_processor.to_dict()
@@ -202,7 +217,7 @@ def build_image_processor(config: ViTScratchConfig, start: "LoadedModel | None")
     return ViTImageProcessor.from_dict(saved, size=size, do_resize=True, do_center_crop=False, do_convert_rgb=True)
 
 
-def build_model(args: Arguments, config: ViTScratchConfig, start: "LoadedModel | None") -> ViTScratchPreTrainedModel:
+def build_model(args: Arguments, config: ViTScratchConfig, start: LoadedModel | None) -> ViTScratchPreTrainedModel:
     """Build the model, with random weights or those of the trained model, and freeze what is not to be trained."""
     training = args.training
     if start is not None:

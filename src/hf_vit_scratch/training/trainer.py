@@ -14,10 +14,12 @@ from typing import Any, cast
 import torch
 from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
+from safetensors.torch import save_model as save_weights
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -36,12 +38,14 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock, ProgressByTime
-from .ema import EMA, save_trained_weights
+from .ema import EMA, TRAINED_WEIGHTS
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
 from .optimizers import RESOLUTION, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
+
+SLOW_EMA = 0.1  # share of the first weights in the average at the end
 
 
 class _Hooks(TrainerCallback):
@@ -53,11 +57,20 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
+        state.compute_steps(args, state.max_steps)  # a resumed run would keep those of its checkpoint
         if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             skipped = 0 if args.ignore_data_skip else state.global_step
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
+        if state.best_global_step and state.best_model_checkpoint is None:  # the run was renamed
+            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            state.best_model_checkpoint = str(best) if best.is_dir() else None
+        if args.ema_decay is not None and args.ema_decay**state.max_steps > SLOW_EMA:
+            logger.warning(
+                "ema_decay %g is too slow for %d steps: the model stays near its first weights. Try 0.99 for 1,000 "
+                "steps, or 0.999 for 10,000.", args.ema_decay, state.max_steps,
+            )  # fmt: skip
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # `restore_callback_states_from_checkpoint` would also bring back the stop that a signal caused.
@@ -260,7 +273,7 @@ class ViTTrainer(Trainer):
         if not isinstance(rows, ImageClassificationDataset):
             return super()._get_train_sampler(train_dataset)
         args = self.args
-        batch_size = max(1, self._train_batch_size * args.world_size)  # torch refuses 0, but later
+        batch_size = self._train_batch_size * args.world_size
         batches = len(rows) // batch_size if args.dataloader_drop_last else math.ceil(len(rows) / batch_size)
         steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
         epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
@@ -353,7 +366,7 @@ class ViTTrainer(Trainer):
         with self._averaged():
             super().save_model(output_dir, _internal_call)
         if self._unfinished_checkpoint is not None and self.ema is not None and self.args.should_save:
-            save_trained_weights(self.model, self._unfinished_checkpoint)
+            save_weights(self.model, str(self._unfinished_checkpoint / TRAINED_WEIGHTS))
 
     def finish_checkpoint(self) -> None:
         """Make the open checkpoint complete, once all processes have written their parts of it."""
@@ -400,10 +413,7 @@ class ViTTrainer(Trainer):
     def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
         self, *, license: str | None = None, model_name: str | None = None, **kwargs: Any
     ) -> None:
-        """Write the card of `hf_vit_scratch.evaluation.model_card` where the stock Trainer would write its own.
-
-        For a model of another class, the stock Trainer writes its own.
-        """
+        """Write our card instead of the stock Trainer's, which models of other classes keep."""
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, **kwargs)
             return
@@ -439,7 +449,7 @@ class ViTTrainer(Trainer):
         images: float = steps * args.train_batch_size * args.gradient_accumulation_steps
         if steps <= 0:
             images = args.num_train_epochs * len(rows) / args.world_size
-        pixels = example_batch_for(model, max(1, args.train_batch_size)).to(args.device)
+        pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
         if compile_options and not speed.compiled:
