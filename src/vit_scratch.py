@@ -34,7 +34,7 @@ Begin with `vit-scratch train`, which needs no data, or with `vit-scratch train 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand of `argv`, by default that of the process, and return its exit code. It imports no other."""
+    """Import and run the subcommand of `argv` alone, by default that of the process, and return its exit code."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
         return run(f"vit-scratch {name}", lambda argv: resolve_name(COMMANDS[name][0])(argv), arguments)

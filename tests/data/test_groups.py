@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from itertools import combinations
 
 import numpy as np
@@ -225,10 +226,15 @@ def test_groups_that_cannot_be_found_are_refused(class_folders, by, message):
         load_splits(str(class_folders), group_by=by)
 
 
-def test_empty_cells_are_no_group(tmp_path):
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_empty_cells_are_no_group(suffix, tmp_path):
     save(tmp_path, pictures_of(4), [f"{number}.png" for number in range(4)])
-    lines = [f"{number}.png,{'ab'[number % 2]},{'' if number == 2 else number}" for number in range(4)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label,patient", *lines]))
+    rows = [(f"{number}.png", "ab"[number % 2], "" if number == 2 else f"p{number}") for number in range(4)]
+    names = ("file_name", "label", "patient")
+    lines = [",".join(row) for row in (names, *rows)]
+    if suffix == ".jsonl":
+        lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
+    (tmp_path / f"metadata{suffix}").write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"column 'patient' is empty in 1 rows, first that of .*2\.png\. Fill it"):
         load_splits(str(tmp_path), group_by="patient")
 

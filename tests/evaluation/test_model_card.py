@@ -161,6 +161,12 @@ def test_folders_with_spaces_and_of_windows_are_left_out(path, name, finished_ru
     assert f"data: {name}\n" in text
 
 
+@pytest.mark.parametrize("pattern", [r"\w+_(\d+)", r"a:(\d+)", "x/(y)"])
+def test_expression_is_no_path(pattern, finished_run, tmp_path):
+    text = str(make_card([finished_run("a", group_by=pattern)], tmp_path / "card.md"))
+    assert f"group_by: {pattern}\n" in text or f"group_by: '{pattern}'\n" in text
+
+
 def test_card_of_a_stream_counts_no_passes(finished_run, tmp_path):
     run = finished_run("a")
     metrics = json.loads((run / "metrics.json").read_text())

@@ -88,6 +88,12 @@ def test_image_is_cut_into_the_patches_that_are_asked_for(flags, size):
     assert fitted([(50, 50)], *flags)[0]["image_size"] == [size]
 
 
+def test_null_of_a_size_leaves_the_choice():
+    chosen, lines = fitted([(50, 50)], "--image_size", "null", "--hidden_size=null")
+    assert (chosen["image_size"], chosen["hidden_size"]) == ([48], 128)
+    assert lines[0].startswith("image_size 48")
+
+
 def test_few_images_come_in_smaller_batches():
     assert fitted([(32, 32)] * 16)[0]["per_device_train_batch_size"] == 16
     assert fitted([(32, 32)] * 100)[0]["per_device_train_batch_size"] == 32

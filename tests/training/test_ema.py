@@ -47,6 +47,20 @@ def test_weights_come_back_after_the_context_even_if_it_fails(model):
     assert torch.equal(model.weight, trained)
 
 
+def test_nested_contexts_hold_the_average_throughout(model):
+    ema = EMA(model, decay=0.5)
+    trained = train(model, ema)[-1]
+
+    with ema.swapped(model):
+        average = model.weight.detach().clone()
+        with ema.swapped(model):
+            assert torch.equal(model.weight, average)
+        assert torch.equal(model.weight, average)
+
+    assert not torch.equal(average, trained)
+    assert torch.equal(model.weight, trained)
+
+
 def test_average_without_a_step_changes_nothing(model):
     ema = EMA(model, decay=0.5)
     before = model.weight.detach().clone()

@@ -226,9 +226,7 @@ def test_unknown_class_is_named(refused, tmp_path):
 
 def test_report_is_not_written_where_it_would_be_pushed(run, capsys):
     assert vit_scratch.main(["evaluate", str(run[0]), "--output_dir", str(run[0] / "report")]) == 2
-    assert (
-        "report is in the folder of the run, and would be pushed with it. Choose another." in capsys.readouterr().err
-    )
+    assert "report is in the folder of the run, whose files are pushed. Choose another." in capsys.readouterr().err
 
 
 def test_report_overwrites_nothing(run, evaluate, tmp_path, capsys):

@@ -102,6 +102,14 @@ def test_flag_replaces_what_the_recipe_sets_beside_it(argv, name):
     assert not getattr(arguments.training, name)
 
 
+@pytest.mark.parametrize("value", ["warmup_stable_decay", "null"])
+def test_flag_that_changes_nothing_replaces_nothing(value):
+    (*_, training), recipe = parse_recipe(["your_images", "--lr_scheduler_type", value, "--model", "null"])
+
+    assert recipe.left_out == ([] if value != "null" else ["lr_scheduler_kwargs"])
+    assert "model" not in recipe.settings
+
+
 def test_flags_that_belong_together_can_be_given_together():
     (*_, training), recipe = parse_recipe(["cifar10_cpu", "--learning_rate", "1e-3", "--muon_learning_rate", "2e-3"])
 

@@ -428,6 +428,12 @@ def test_value_that_a_library_refuses_is_the_users_mistake(argv, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
+def test_null_is_not_called_idle(tmp_path):
+    train.main([*SMALL, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_strategy", "no", "--mask_ratio",
+                "null", "--randaugment_num_ops=null", "--muon_beta2", "null"])  # fmt: skip
+    assert (tmp_path / "metrics.json").is_file()
+
+
 def test_file_that_macos_writes_is_no_run(tmp_path):
     (tmp_path / ".DS_Store").touch()
     train.main([*SMALL, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_strategy", "no"])

@@ -76,12 +76,13 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     """Return the name of the group of each row."""
     by = str(args.group_by)
     if GROUP in rows.column_names:
-        if missing := np.flatnonzero(pd.isna(pd.Series(rows[GROUP][:]))).tolist():
+        cells = pd.Series(rows[GROUP][:])
+        if missing := np.flatnonzero(cells.isna() | (cells.astype(str).str.strip() == "")).tolist():
             raise UserError(
                 f"{args.data}: every image needs a group, but column {by!r} is empty in {len(missing)} rows, first "
                 f"that of {paths_of(rows)[missing[0]] or missing[0]}. Fill it."
             )
-        return [str(name) for name in rows[GROUP][:]]
+        return [*cells.astype(str)]
     level = int(by) if by.isdecimal() else None
     try:
         pattern = re.compile(by)

@@ -104,7 +104,7 @@ def make_card(
         seconds=max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log),
         commands="\n".join(f"    {_command(report)}" for report in reports),
         recipe=yaml.safe_dump(
-            {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False, default_flow_style=None
+            {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False
         ).strip(),
         figures=_plot_figures(runs[0], reports[0], log, output),
         columns=[column for column in LOGGED if any(column in row for row in rows)],
@@ -200,7 +200,7 @@ def _without_folders(value: Any) -> Any:
         return value
     flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
     path = PureWindowsPath(text)  # which knows the separators of all systems
-    return flag + equals + (path.name if path.drive or path.root else text)
+    return flag + equals + (path.name if path.is_absolute() or text.startswith("/") else text)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ RECIPE_MODEL = ARCHITECTURE | {
 }  # fmt: skip
 
 
-# What a recipe sets for a value that a flag replaces.
+# What a recipe sets to suit its value of another flag. If the command line changes that flag, it is left out.
 BELONGS_TO = {
     "learning_rate": {"muon_learning_rate"},
     "lr_scheduler_type": {"lr_scheduler_kwargs"},
@@ -226,6 +226,7 @@ class Arguments(NamedTuple):
 
 
 ARGUMENT_TYPES: tuple[Any, ...] = tuple(Arguments.__annotations__.values())
+DEFAULTS = {flag.name: flag.default for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)}
 
 
 def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
@@ -236,9 +237,8 @@ def set_fields(args: Arguments, values: Mapping[str, Any]) -> None:
 
 def refuse_beside(args: Arguments, what: str, *names: str) -> None:
     """Refuse flags that are not at their defaults, beside another one."""
-    defaults = {flag.name: flag.default for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)}
     for name in names:
-        if next(getattr(part, name) for part in args if hasattr(part, name)) != defaults[name]:
+        if next(getattr(part, name) for part in args if hasattr(part, name)) != DEFAULTS[name]:
             raise UserError(
                 f"--{name} does not go together with {what}. Leave one of them out; --{name} null undoes a recipe's."
             )

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_SIZE = 500  # images whose modes and sizes are read
 FAR_LARGER = 4  # times the model's image, from which on an image loses what is small in it
 SECONDS = 1.0  # for each measurement of speed
-IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from; patches divide them evenly
+IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from, reduced to multiples of a patch that is set
 CPU_MODEL, SMALL_MODEL, LARGE_MODEL = (128, 4), (192, 6), (384, 12)  # width and number of layers
 HEAD_SIZE = 64
 TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentation, evaluation and checkpoints
@@ -157,9 +157,8 @@ def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe
             given = {"per_device_train_batch_size", "gradient_accumulation_steps"} & recipe.values(
                 "recipe", "flag"
             ).keys()
-            if given or batch == 1 or training.world_size > 1:  # the others would wait
+            if given or batch == 1 or training.resume_from_checkpoint or training.world_size > 1:  # others would wait
                 raise
-            torch.cuda.empty_cache()
             values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}
             set_fields(args, values)
             recipe.add(values, "images", "the device has no memory for larger batches")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -25,6 +25,7 @@ class EMA(AveragedModel):
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.n_averaged.fill_(steps)
+        self._is_swapped = False
 
     @classmethod
     def start(cls, model: nn.Module, decay: float | None, steps: int, checkpoint: Path | None) -> Self | None:
@@ -56,9 +57,20 @@ class EMA(AveragedModel):
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """Give a model the average as long as the context lasts. Before the first step, both are the same."""
+        """Give a model the average, if there is one, as long as the context lasts. Contexts can be nested."""
+        if self.n_averaged == 0 or self._is_swapped:
+            yield
+            return
         self.swap(model)
+        self._is_swapped = True
         try:
             yield
         finally:
             self.swap(model)
+            self._is_swapped = False
+
+
+def save_trained_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Save the weights that training goes on with, in a checkpoint whose model is the average."""
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, checkpoint / TRAINED_WEIGHTS, metadata={"format": "pt"})

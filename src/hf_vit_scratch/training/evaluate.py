@@ -8,9 +8,9 @@ The report is metrics.json, confusion_matrix.png, reliability.png and mistakes.p
 a local folder, and then never uploaded. Classes are matched by their names;
 the data may lack some of the model's classes.
 
-Other flags are those of `vit-scratch train`, such as --per_device_eval_batch_size 64, --corrupt_images skip,
---label_column NAME, --eval_tta flip and --use_cpu true. Without them, the model computes as in the run. Those that say
-how to compute do not apply to an exported model.
+Other flags are those of `vit-scratch train` for images and for computing, such as --per_device_eval_batch_size 64,
+--corrupt_images skip, --label_column NAME, --eval_tta flip and --use_cpu true. Without them, the model computes as in
+the run. Those that say how to compute do not apply to an exported model.
 """
 
 import argparse
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> None:
     """Run `vit-scratch evaluate`."""
     usage = "MODEL --output_dir DIR [--data DATA] [--split SPLIT]"
     parser = parser_of_runs("evaluate", usage, __doc__)
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="new folder for the report")
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, metavar="DIR", help="new folder for the report, outside of the run's"
+    )
     given, flags = parser.parse_known_args(argv)
     args, recipe, run = open_run(given.run, given.data, flags, given.output_dir)
     is_export = Path(given.run).suffix in {Path(name).suffix for name in FILES.values()}
     if run is not None and given.output_dir.resolve().is_relative_to(run.resolve()):
-        raise UserError(
-            f"{given.output_dir} is in the folder of the run, and would be pushed with it. Choose another."
-        )
+        raise UserError(f"{given.output_dir} is in the folder of the run, whose files are pushed. Choose another.")
     labels, kind, predict = _open_export(given.run) if is_export else _open_model(given.run, args, recipe)
     source, rows = load_rows(args, recipe, run, given.data, given.split)
     rows = with_names(source, rows, labels, kind)

@@ -90,8 +90,8 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     """Build the arguments from `[recipe] [--flag value ...]`, and the recipe with all that file and flags have set.
 
     Precedence, lowest first: the dataclasses' defaults, the recipe, the flags. A recipe is a flat YAML mapping from
-    names of flags to values: one of this package, such as `cifar10_cpu`, or the path of a file; without either,
-    `digits`. `null` in it or on the command line is the default. Messages name the `program`.
+    names of flags to values: one of this package, such as `cifar10_cpu`, or the path of a file. If the command line
+    names none, it is `digits`. `null` in it or on the command line is the default. Messages name the `program`.
     """
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
@@ -117,18 +117,22 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
     _refuse_unknown(given, names, str(recipe_path), program)
     flags, recipe = _explicit(parser, names, argv, "the command line"), Recipe()
-    replaced = set().union(*(BELONGS_TO.get(name, ()) for name in flags))
-    replaced |= RECIPE_MODEL if is_starting_model(flags.get("model")) else set()
-    recipe.left_out = [name for name in given if name in replaced and name not in flags]
-    given = {name: value for name, value in given.items() if name not in recipe.left_out}
     # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
-    recipe.add(_explicit(parser, names, recipe_argv, str(recipe_path)), "recipe")
+    values = _explicit(parser, names, recipe_argv, str(recipe_path))
+    changed = [name for name, value in flags.items() if value not in (None, values.get(name))]
+    replaced = set().union(*(BELONGS_TO.get(name, ()) for name in changed))
+    replaced |= RECIPE_MODEL if is_starting_model(flags.get("model")) else set()
+    recipe.left_out = [name for name in given if name in replaced and name not in flags]
+    recipe.add({name: value for name, value in values.items() if name not in recipe.left_out}, "recipe")
     recipe.add(flags, "flag")
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_dict(recipe.values())
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
-    recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings}
+    unset = {
+        name for name, value in vars(parsed[0]).items() if value is None
+    }  # of the model: left to the configuration
+    recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings and name not in unset}
     return Arguments(*parsed), recipe
 
 

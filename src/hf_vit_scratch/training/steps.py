@@ -38,7 +38,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import Arguments, ViTTrainingArguments, refuse_beside, set_fields
+from .arguments import DEFAULTS, Arguments, ViTTrainingArguments, refuse_beside, set_fields
 from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
 from .initial_weights import NUM_PATCHES, start_local_attention, whiten_patches
@@ -73,7 +73,7 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
 
 
 def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
-    """Refuse flags of the command line that would change nothing."""
+    """Refuse flags of the command line that do nothing without another one, which is missing."""
     training, given = args.training, recipe.values("flag")
     needed = {
         "muon true": (training.muon, ("muon_learning_rate", "muon_beta2")),
@@ -85,7 +85,7 @@ def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
         "classifier_hidden_size": (args.model.classifier_hidden_size is not None, ("classifier_act",)),
     }  # fmt: skip
     for other, (is_there, names) in needed.items():
-        if idle := [name for name in names if given.get(name) is not None and not is_there]:
+        if idle := [name for name in names if given.get(name, DEFAULTS[name]) != DEFAULTS[name] and not is_there]:
             raise UserError(f"--{idle[0]} does nothing without --{other}. Add that, or leave it out.")
 
 

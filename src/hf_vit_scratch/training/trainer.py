@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
-from safetensors.torch import save_model as save_weights
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
@@ -38,7 +37,7 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock, ProgressByTime
-from .ema import EMA, TRAINED_WEIGHTS
+from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
 from .optimizers import RESOLUTION, build_optimizer, follow_progress
@@ -63,7 +62,8 @@ class _Hooks(TrainerCallback):
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             skipped = 0 if args.ignore_data_skip else state.global_step
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
-        if state.best_global_step and state.best_model_checkpoint is None:  # the run was renamed
+        if state.best_global_step and not (state.best_model_checkpoint and Path(state.best_model_checkpoint).is_dir()):
+            # The run was renamed.
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best.is_dir() else None
         if args.ema_decay is not None and args.ema_decay**state.max_steps > SLOW_EMA:
@@ -366,7 +366,7 @@ class ViTTrainer(Trainer):
         with self._averaged():
             super().save_model(output_dir, _internal_call)
         if self._unfinished_checkpoint is not None and self.ema is not None and self.args.should_save:
-            save_weights(self.model, str(self._unfinished_checkpoint / TRAINED_WEIGHTS))
+            save_trained_weights(self.model, self._unfinished_checkpoint)
 
     def finish_checkpoint(self) -> None:
         """Make the open checkpoint complete, once all processes have written their parts of it."""
