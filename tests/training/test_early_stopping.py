@@ -48,7 +48,7 @@ def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_pat
         ({"early_stopping_patience": 0}, r"^early_stopping_patience must be at least 1, got 0\.$"),
         (
             {"early_stopping_patience": 3, "eval_strategy": "no", "load_best_model_at_end": False},
-            r"^early_stopping_patience needs evaluations, but eval_strategy is no\. Give --eval_strategy",
+            r"^early_stopping_patience needs evaluations: give --eval_strategy steps or epoch\.",
         ),
     ],
 )

@@ -110,17 +110,13 @@ class ViTTrainingArguments(TrainingArguments):
     # Ours.
     task: str = flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
     mask_ratio: float = flag(0.6, "Masked image modelling: share of an image that is masked.")
-    mask_patch_size: int | None = flag(
-        None, "Masked image modelling: side of a masked square in pixels; by default a patch's."
-    )
+    mask_patch_size: int | None = flag(None, "Masked image modelling: pixels per side of a masked square (a patch's).")
     check: bool = flag(False, "Look at the data and try the model for a minute and a half instead of training.")
     data_report: bool = flag(False, "Measure what bounds the speed, loading or computing, instead of training.")
     fit_to_images: bool = flag(
         False, "Choose by the images what is not set: sizes, batch, epochs, augmentation. The log says what and why."
     )
-    whiten_patches: bool = flag(
-        False, "Start the patch embedding with random filters of whitened patches of the training images."
-    )
+    whiten_patches: bool = flag(False, "Start the patch embedding with random filters of whitened training patches.")
     local_attention: bool = flag(False, "Start half of the heads of a rope2d model with attention to near patches.")
     muon: bool = flag(False, "Muon for the matrices of the layers, AdamW for the rest.")
     muon_learning_rate: float | None = flag(
@@ -136,9 +132,7 @@ class ViTTrainingArguments(TrainingArguments):
     cache_images: bool = flag(
         False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
     )
-    balanced_sampling: bool = flag(
-        False, "Show images of every class equally often, those of rare classes repeatedly."
-    )
+    balanced_sampling: bool = flag(False, "Show images of all classes equally often, those of rare ones repeatedly.")
     layer_decay: float = flag(1.0, "Learning rate of each layer as a share of the next layer's; with --model.")
     freeze_layers: str | None = flag(
         None,
@@ -150,9 +144,7 @@ class ViTTrainingArguments(TrainingArguments):
         "Minutes to train, if the epochs do not end before; inf for no limit. The schedule follows. Its numbers of "
         "steps are parts of 10,000.",
     )
-    eval_tta: str | None = flag(
-        None, "flip: report the test split also with the mean logits of each image and its mirror image."
-    )
+    eval_tta: str | None = flag(None, "flip: report also the mean logits of each test image and its mirror image.")
     early_stopping_patience: int | None = flag(
         None,
         "End after so many evaluations in which metric_for_best_model does not improve. The best model is the result "
@@ -188,10 +180,7 @@ class ViTTrainingArguments(TrainingArguments):
         if self.target_accuracy is not None and not self.calibrate:
             raise UserError("target_accuracy needs calibrate, which is false. Leave one of them out.")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
-            raise UserError(
-                "early_stopping_patience needs evaluations, but eval_strategy is no. Give --eval_strategy steps or "
-                "epoch."
-            )
+            raise UserError("early_stopping_patience needs evaluations: give --eval_strategy steps or epoch.")
         if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
             self.disable_tqdm = True  # in a file, each step of a bar would be a line
         if not torch.accelerator.is_available():

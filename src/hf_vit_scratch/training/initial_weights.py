@@ -53,9 +53,6 @@ def start_local_attention(model: ViTScratchPreTrainedModel) -> None:
     alone. The query bias (a, 0) and the key bias (a cos(w_j d), -a sin(w_j d)) make it largest at the distance d. With
     a = sqrt(2 g / sqrt(K)) the largest logit is g. The idea is that of d'Ascoli et al. 2021
     (https://arxiv.org/abs/2103.10697): heads start as a convolution, and are free to leave it.
-
-    Raises:
-        UserError: The model has no rotary positions or no biases to start from, or normalizes queries and keys.
     """
     config = model.config
     if config.position_embedding_type != "rope2d" or not config.qkv_bias or config.qk_norm:

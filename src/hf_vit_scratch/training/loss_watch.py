@@ -22,11 +22,7 @@ class LossWatch(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Look at the loss of this line.
-
-        Raises:
-            UserError: The loss is not finite.
-        """
+        """Look at the loss of this line."""
         if logs is None or "loss" not in logs:
             return
         loss = float(logs["loss"])
@@ -52,7 +48,7 @@ class LossWatch(TrainerCallback):
             logger.warning(
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
                 "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
-                "augmentations (--auto_augment, --mixup_alpha, --cutmix_alpha) or more time.",
+                "augmentations, such as --auto_augment none --mixup_prob 0.5, or more time.",
                 100 * WATCHED_PART,
                 first_loss,
                 loss,

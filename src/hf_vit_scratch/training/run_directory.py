@@ -28,11 +28,7 @@ RESUMABLE = {
 
 @contextmanager
 def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
-    """Keep other runs out of `output_dir`. The system releases the lock when the process ends, however it ends.
-
-    Raises:
-        UserError: Another run is at work there.
-    """
+    """Keep other runs out of `output_dir`. The system releases the lock when the process ends, however it ends."""
     output_dir = Path(args.output_dir)
     if not args.should_save or output_dir.is_file():  # `resolve_checkpoint` refuses a file
         yield

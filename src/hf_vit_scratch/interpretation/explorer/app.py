@@ -46,11 +46,7 @@ ANNOUNCE = "element.setAttribute('role', 'status'); element.setAttribute('aria-l
 
 
 def open_upload(content: bytes) -> Image.Image:
-    """Decode an uploaded file, which may be anything, to upright RGB pixels.
-
-    Raises:
-        UserError: The file is damaged, too large, or of another type.
-    """
+    """Decode an uploaded file, which may be anything, to upright RGB pixels."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS):
             pass

@@ -17,11 +17,7 @@ main([{!r}])
 
 
 def write_space(classifier: ImageClassificationPipeline, name: str, space: Path) -> None:
-    """Write a Hugging Face Space that holds the explorer, the model and this package, as a new folder.
-
-    Raises:
-        UserError: The folder exists.
-    """
+    """Write a Hugging Face Space that holds the explorer, the model and this package, as a new folder."""
     if space.exists():
         raise UserError(f"--write_space must be a new folder, got {space}.")
     shutil.copytree(PACKAGE, space / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
