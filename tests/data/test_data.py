@@ -144,16 +144,6 @@ def test_fraction_of_a_split_that_is_there_is_said_to_change_nothing(caplog):
     assert caplog.messages == ["digits has a test split, so --test_fraction changes nothing."]
 
 
-@pytest.mark.parametrize("name", ["parquet", "photos"])
-def test_folder_of_parquet_files_may_have_any_name(name, tmp_path, monkeypatch):
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    pictures = [Image.new("L", (2, 2), number) for number in range(40)]
-    (tmp_path / name).mkdir()
-    write_parquet(tmp_path / name / "train.parquet", features, image=pictures, label=[0, 1] * 20)
-    monkeypatch.chdir(tmp_path)
-    assert sum(map(len, load_splits(name, near_duplicates="ignore").values())) == 40
-
-
 def test_folder_of_parquet_files_with_brackets_is_refused(tmp_path):
     folder = tmp_path / "photos [2024]"
     folder.mkdir()

@@ -229,14 +229,13 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
         )
-    place = str(path.resolve()) if path.exists() else data  # a name alone, such as `parquet`, may mean something else
-    if path.is_dir() and glob.has_magic(place):
+    if path.is_dir() and glob.has_magic(str(path.resolve())):  # which datasets would take for a pattern
         raise UserError(f"{data}: the path of a folder of parquet files must hold none of *?[. Rename it.")
     try:
         if path.is_file():
-            source = load_dataset("parquet", data_files=glob.escape(place), streaming=streaming)
+            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
         else:
-            source = load_dataset(place, args.data_config, streaming=streaming)
+            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         if path.exists():
             hint = (
