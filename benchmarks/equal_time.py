@@ -84,8 +84,8 @@ def add_registers(model: ViTScratchForImageClassification) -> None:
 Change = Callable[[ViTScratchForImageClassification], None]
 ARCHITECTURES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "the recipe": ({}, None),
-    "learned positions alone": ({"position_embedding_type": "learned"}, None),
-    "QK-norm": ({"qk_norm": True}, None),
+    "learned positions alone": ({"position_embedding_type": "learned", "local_attention": False}, None),
+    "QK-norm": ({"qk_norm": True, "local_attention": False}, None),
     "patches not whitened": ({"whiten_patches": False, "patch_initializer_range": 0.4}, None),
     "width 96": ({"hidden_size": 96, "intermediate_size": 384}, None),
     "width 192": ({"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}, None),
@@ -224,8 +224,10 @@ def compare_pretraining(args: argparse.Namespace, record: Callable[..., None]) -
             data = write_data(args, f"data-{percent}-{seed}", partial(share_of_rows, percent=percent, seed=seed))
             for start, steps in ((None, args.steps), (str(pretrained), args.steps - args.steps // 2)):
                 folder = args.output_dir / f"{'pretrained' if start else 'random'}-{percent}-{seed}"
-                whiten = None if start else RECIPE["whiten_patches"]
-                results = trial(folder, data, steps, seed=seed, model=start, whiten_patches=whiten, **size)
+                first = (
+                    dict.fromkeys(("whiten_patches", "local_attention")) if start else {}
+                )  # for random weights alone
+                results = trial(folder, data, steps, seed=seed, model=start, **first, **size)
                 record(choice="pretrained" if start else "random", percent=percent, seed=seed, steps=steps, **results)
 
 

@@ -57,7 +57,7 @@ def make_card(
     """Write the card of a run, or of several that differ only in their seed, with its figures beside it.
 
     The details and the name are those of the first folder. `data` describes the images of a local folder; `license` is
-    an identifier of the Hub.
+    an identifier of the Hub, by default that of the run.
 
     Raises:
         UserError: A folder holds no finished run of a classifier, or the runs learnt different things.
@@ -212,7 +212,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="Markdown file to write")
     parser.add_argument("--name", help="name of the model (default: that of the first folder)")
     parser.add_argument("--data", help="description of the images, if they came from a local folder")
-    parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0")
+    parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0 (default: the run's)")
     args = parser.parse_args(argv)
     make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
     print(f"{args.output} and its figures are written.")

@@ -54,7 +54,7 @@ def _choose(args: Arguments, recipe: Recipe, reason: str, **values: Any) -> None
 def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     """Choose the sizes of image, patch, model and batch, and the crops, from the rows of the training split.
 
-    No image is enlarged, and on a CPU an image has at most 64 tokens. The arguments are changed in place. The
+    Most images are not enlarged, and on a CPU an image has at most 64 tokens. The arguments are changed in place. The
     recipe's settings stay, and what is chosen is added to them.
     """
     model, training = args.model, args.training
@@ -105,7 +105,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     """Choose the number of passes, the regularization that suits it, and whether compiling pays.
 
     The passes over the `number` training images are those that they deserve, or as many as fit into
-    `max_train_minutes`. Arguments and recipe change as in `fit_sizes`, which comes before.
+    `max_train_minutes`. Arguments and recipe change as in `fit_sizes`, which comes before. A chosen batch shrinks if
+    the device has no memory for it.
     """
     training = args.training
     choose = partial(_choose, args, recipe)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parser_of_runs(command: str, usage: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command for a saved model and labelled images; other flags are those of training."""
+    """Return the parser of a command for a saved model and labelled images; others are those of training."""
     parser = argparse.ArgumentParser(
         prog=f"vit-scratch {command}",
         usage=f"vit-scratch {command} {usage} [--flag value ...]",
@@ -94,7 +94,7 @@ def open_run(
     """Return the arguments and the recipe of the run that a saved model belongs to, and its folder, if there is one.
 
     Raises:
-        UserError: There is none, and no other data are given; or `output_dir` holds something.
+        UserError: There is none, and no other data are given; `output_dir` holds something; or a flag is of no use.
     """
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.glob("[!.]*"))):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")

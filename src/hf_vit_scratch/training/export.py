@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> None:
     parser = parser_of_runs("export", usage, __doc__)
     parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
     parser.add_argument("--int8", action="store_true", help="compute in 8-bit integers, chosen by validation images")
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
+    parser.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT in a folder MODEL)"
+    )
     given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
     if given.output_dir is None and not local_path(given.run).exists():  # a folder of its name would hide it

@@ -44,7 +44,7 @@ class Setting:
 class Recipe:
     """What a run is made of."""
 
-    settings: dict[str, Setting] = field(default_factory=dict)  # what is not left at its default, by names of flags
+    settings: dict[str, Setting] = field(default_factory=dict)  # what file, flags and choices set, by names of flags
     data: str = ""  # source of the images, as an absolute path if it is local
     fingerprint: str = ""  # of the splits; empty for a stream
     processes: int = 1

@@ -60,7 +60,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
     Raises:
         UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
-            the run was begun with another recipe.
+            the run was begun with another recipe, or by another number of processes.
     """
     output_dir, wanted = Path(args.output_dir), str(args.resume_from_checkpoint or "false")
     checkpoint = find_checkpoint({"true": True, "false": False}.get(wanted.lower(), wanted), output_dir)
