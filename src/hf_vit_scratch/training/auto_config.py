@@ -155,9 +155,8 @@ def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe
             return measure_speed(config, args)
         except torch.OutOfMemoryError:
             batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-            given = {"per_device_train_batch_size", "gradient_accumulation_steps"} & recipe.values(
-                "recipe", "flag"
-            ).keys()
+            names = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+            given = names & recipe.values("recipe", "flag").keys()
             if given or batch == 1 or training.resume_from_checkpoint or training.world_size > 1:  # others would wait
                 raise
             values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}

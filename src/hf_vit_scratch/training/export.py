@@ -16,6 +16,7 @@ import json
 import logging
 import shlex
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -55,11 +56,8 @@ def main(argv: Sequence[str]) -> None:
     )
     given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
-    if given.output_dir is None and not local_path(given.run).exists():  # a folder of its name would hide it
-        raise UserError(f"{given.run} is no folder here: give --output_dir.")
+    _refuse_options(given)
     args, recipe, run = open_run(given.run, given.data, flags, folder)
-    if given.int8 and given.format == "pt2":
-        raise UserError("--int8 is for --format onnx and openvino.")
     refuse_missing_packages(given.format)
     classifier: Any = load_classifier(given.run, device="cpu")
     refuse_other_models(classifier.model)
@@ -107,6 +105,15 @@ def main(argv: Sequence[str]) -> None:
     )
     if facts["faults"]:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
+
+
+def _refuse_options(given: Namespace) -> None:
+    if given.output_dir is None and not local_path(given.run).exists():
+        raise UserError(
+            f"{given.run} is no folder here: give --output_dir. A folder of this name would hide the model on the Hub."
+        )
+    if given.int8 and given.format == "pt2":
+        raise UserError("--int8 is for --format onnx and openvino.")
 
 
 def reduced(image: Image.Image) -> NDArray[np.uint8]:

@@ -129,9 +129,7 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     with blame_the_user():  # TrainingArguments checks its values itself
         parsed = parser.parse_dict(recipe.values())
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
-    unset = {
-        name for name, value in vars(parsed[0]).items() if value is None
-    }  # of the model: left to the configuration
+    unset = {name for name, value in vars(parsed[0]).items() if value is None}  # the model's configuration decides
     recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings and name not in unset}
     return Arguments(*parsed), recipe
 
