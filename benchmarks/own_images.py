@@ -15,7 +15,7 @@ benchmark can be stopped and continued. Delete results of an older commit. `tabl
   resized crops and flips.
 
 The two of timm get our data path, bf16, label smoothing, and exactly the augmentation and mixing that `ours` chose
-for the data set, with none at the end for as long. Every method gets the same splits.
+for the data set, in the same parts of the training. Every method gets the same splits.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def read_ours(run: Path) -> dict[str, Any]:
     ]  # fmt: skip
     augmentation = (
         "random_resized_crop_scale", "crop_padding", "auto_augment", "horizontal_flip_prob",
-        "augmentation_off_fraction",
+        "mixing_start_fraction", "policy_start_fraction", "augmentation_off_fraction",
     )  # fmt: skip
     return {
         "accuracy": metrics["test_accuracy"],
@@ -147,7 +147,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     import torch
     from transformers import ViTImageProcessor
 
-    from hf_vit_scratch.data.augmentation import Augmentation
+    from hf_vit_scratch.data.augmentation import training_stages
     from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
     from hf_vit_scratch.data.mixup import Mixup
     from hf_vit_scratch.data.splits import load_splits
@@ -163,14 +163,14 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
         return train_stock(config, splits, seconds, seed, run_dir)
     side = 64 if method == "timm_resnet18" else pair(config["image_size"])[0]
     processor = ViTImageProcessor(size={"height": side, "width": side}, do_convert_rgb=True)
-    augment = Augmentation((side, side), **settings["augmentation"])
+    stages, stage = training_stages((side, side), **settings["augmentation"])
     mixing = Mixup(classes, **settings["mixing"], label_smoothing=0.1)
-    train = ImageClassificationDataset(splits["train"], BatchTransform(processor, [augment, None], mixing, seed))
+    train = ImageClassificationDataset(splits["train"], BatchTransform(processor, stages, mixing, seed))
     test = ImageClassificationDataset(splits["test"], BatchTransform(processor))
     model = build_timm(method, config, side, classes)
     for dataset in (train, test):
         dataset.keep_decoded(torch.device("cpu"))
-    passes, losses = train_by_the_clock(model, train, seconds, seed)
+    passes, losses = train_by_the_clock(model, train, stage, seconds, seed)
     correct = 0
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -203,7 +203,7 @@ def build_timm(method: str, config: dict[str, Any], side: int, classes: int) -> 
     )
 
 
-def train_by_the_clock(model: Any, train: Any, seconds: float, seed: int) -> tuple[float, list[float]]:
+def train_by_the_clock(model: Any, train: Any, stage: Any, seconds: float, seed: int) -> tuple[float, list[float]]:
     """Train with AdamW and a cosine that ends with the time; return the passes made and the loss of each pass."""
     import math
 
@@ -221,8 +221,7 @@ def train_by_the_clock(model: Any, train: Any, seconds: float, seed: int) -> tup
     def share_done() -> float:
         return (time.perf_counter() - begin) / (end - begin)
 
-    changed = 1 - train.batch_transform.stages[0].augmentation_off_fraction
-    sampler = EpochSampler(len(train), seed, batch_size, stage=lambda _: int(share_done() > changed))
+    sampler = EpochSampler(len(train), seed, batch_size, stage=lambda _: stage(share_done()))
     model.train()
     while True:
         sampler.set_epoch(epoch)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from hf_vit_scratch.data.augmentation import GREY, Augmentation, training_stages
 from hf_vit_scratch.data.mixup import Mixup
@@ -138,10 +139,29 @@ def test_stages_of_training_follow_each_other(picture):
     assert stages[2] is None
 
 
+def test_mixing_policy_and_erasing_begin_later():
+    stages, stage = training_stages(
+        (16, 24), auto_augment="trivialaugment", random_erasing_prob=0.5, mixing_start_fraction=0.2,
+        policy_start_fraction=0.6,
+    )  # fmt: skip
+
+    early, middle, late = (stages[stage(progress)] for progress in (0.19, 0.2, 0.6))
+    assert [augmentation.mixes for augmentation in (early, middle, late)] == [False, True, True]
+    assert (early.policy, middle.policy) == (None, None)
+    assert isinstance(late.policy, v2.TrivialAugmentWide)
+    assert [augmentation.random_erasing_prob for augmentation in (early, middle, late)] == [0, 0, 0.5]
+
+
+def test_last_stage_comes_before_what_would_begin_after_it():
+    stages, stage = training_stages((16, 24), policy_start_fraction=0.9, augmentation_off_fraction=0.25)
+
+    assert [stages[stage(progress)] is None for progress in (0.74, 0.75, 0.9)] == [False, True, True]
+
+
 def test_without_choices_all_of_training_is_one_stage():
     _, stage = training_stages((16, 24))
 
-    assert {stage(progress) for progress in (0, 0.5, 0.999)} == {1}
+    assert {stage(progress) for progress in (0, 0.5, 0.999)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,8 @@ def test_without_choices_all_of_training_is_one_stage():
     [
         ({"initial_image_size": (8, 8)}, r"initial_image_size and initial_image_size_fraction need each other"),
         ({"initial_image_size_fraction": 0.5}, r"initial_image_size and initial_image_size_fraction need each other"),
-        ({"augmentation_off_fraction": 1.1}, r"must be shares of training, of which 1 is the whole; got 0.0 and 1.1"),
+        ({"augmentation_off_fraction": 1.1}, r"augmentation_off_fraction must lie in \[0, 1\], got 1.1"),
+        ({"mixing_start_fraction": -0.1}, r"mixing_start_fraction must lie in \[0, 1\], got -0.1"),
     ],
 )
 def test_impossible_stages_are_refused(choice, message):

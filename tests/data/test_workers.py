@@ -22,6 +22,7 @@ from hf_vit_scratch.training.trainer import ViTTrainer
 STEPS = 100 if os.environ.get("RELIABILITY") == "long" else 20
 AUGMENTATION = {
     "initial_image_size": (8, 16), "initial_image_size_fraction": 0.3, "augmentation_off_fraction": 0.2,
+    "mixing_start_fraction": 0.2, "policy_start_fraction": 0.5,
     "random_resized_crop_scale": 0.4, "crop_padding": 2, "horizontal_flip_prob": 0.5, "rotation_degrees": 15,
     "translate": 0.1, "scale": 0.1, "random_erasing_prob": 0.5,
 }  # fmt: skip

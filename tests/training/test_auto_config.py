@@ -126,6 +126,16 @@ def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, po
     assert chosen["auto_augment"] == policy
 
 
+@pytest.mark.parametrize(
+    ("flags", "starts"),
+    [([], (0.125, 0.5)), (["--auto_augment", "randaugment"], (0.125, 0.0)), (["--cutmix_alpha", "1"], (0.0, 0.5))],
+)
+def test_mixing_and_policy_begin_later_unless_they_are_set(flags, starts, monkeypatch):
+    chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", *flags)
+
+    assert (chosen["mixing_start_fraction"], chosen["policy_start_fraction"]) == starts
+
+
 @pytest.mark.parametrize(("number", "epochs", "share"), [(2000, 20, 0.1), (2000, 93, 0.1), (450, 600, 0.0625)])
 def test_last_tenth_but_150_steps_at_most_is_neither_changed_nor_mixed(number, epochs, share, monkeypatch):
     flags = ["--per_device_train_batch_size", "128", "--num_train_epochs", str(epochs)]

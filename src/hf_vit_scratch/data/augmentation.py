@@ -1,5 +1,6 @@
 """Random changes to training images, chosen by stage of training."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ class Augmentation(AugmentationArguments):
     """
 
     image_size: tuple[int, int]  # height and width of the result in pixels
+    mixes: bool = True  # whether the images are also mixed, if mixing is chosen
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,21 +57,27 @@ def training_stages(
 ) -> tuple[list[Augmentation | None], Callable[[float], int]]:
     """Return the augmentation of each stage of training, and a function from the share that is done to the stage.
 
-    If chosen, images are smaller at first, and in the last stage there is neither augmentation (`None`) nor mixing.
-    The choices are fields of `AugmentationArguments`. The image size is the height and width in pixels.
+    If chosen, images are smaller at first, and mixing and a policy come later. The last stage is `None`: neither
+    augmentation nor mixing. The choices are fields of `AugmentationArguments`. The image size is the height and width
+    in pixels.
 
     Raises:
         UserError: A value is out of its range.
     """
     args = AugmentationArguments(**choices)
-    first, last = args.initial_image_size_fraction, args.augmentation_off_fraction
-    if (args.initial_image_size is None) != (first == 0):
+    if (args.initial_image_size is None) != (args.initial_image_size_fraction == 0):
         raise UserError("initial_image_size and initial_image_size_fraction need each other.")
-    if not (first >= 0 and last >= 0 and first + last <= 1):
-        raise UserError(
-            "initial_image_size_fraction and augmentation_off_fraction must be shares of training, of which 1 is the "
-            f"whole; got {first} and {last}."
-        )
-    first_size: Any = ((args.initial_image_size or image_size) * 2)[:2]
-    stages = [Augmentation(tuple(first_size), **choices), Augmentation(image_size, **choices), None]
-    return stages, lambda progress: (progress >= first) + (progress >= 1 - last)
+    first_size: Any = tuple(((args.initial_image_size or image_size) * 2)[:2])
+    grows, mixes, changes, ends = starts = (
+        args.initial_image_size_fraction, args.mixing_start_fraction, args.policy_start_fraction,
+        1 - args.augmentation_off_fraction,
+    )  # fmt: skip
+
+    def augmentation_at(progress: float) -> Augmentation:
+        milder = {} if progress >= changes else {"auto_augment": "none", "random_erasing_prob": 0.0}
+        size = image_size if progress >= grows else first_size
+        return Augmentation(size, progress >= mixes, **choices | milder)
+
+    begins = sorted({0.0, ends, *(start for start in starts if start < ends)})
+    stages = [augmentation_at(begin) if begin < ends else None for begin in begins]
+    return stages, lambda progress: bisect_right(begins, progress) - 1

@@ -56,7 +56,7 @@ class BatchTransform:
     Args:
         image_processor: Resizes and normalizes.
         stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
-        mixing: Makes the targets of training. In stages without augmentation it mixes nothing.
+        mixing: Makes the targets of training. Which stages mix says their augmentation.
         seed: Seed of augmentation and mixing.
 
     Raises:
@@ -129,7 +129,7 @@ class BatchTransform:
         if augmentation is not None:
             images = augmentation(images, self.rng(keys, "augmentation"))
         if stage is not None and self.mixing is not None and "labels" in batch:
-            rng = None if augmentation is None else self.rng(keys, "mixing")
+            rng = self.rng(keys, "mixing") if augmentation is not None and augmentation.mixes else None
             images, labels = self.mixing(images, batch["labels"].to(images.device), rng)
             batch["labels"] = labels.to(device)
         return batch | {"pixel_values": self.normalize(images).to(device)}

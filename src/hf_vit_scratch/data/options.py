@@ -19,6 +19,10 @@ RULES: dict[str, Rule] = {
     "validation_fraction": BETWEEN,
     "test_fraction": BETWEEN,
     "initial_image_size": PIXELS,
+    "initial_image_size_fraction": PROBABILITY,
+    "mixing_start_fraction": PROBABILITY,
+    "policy_start_fraction": PROBABILITY,
+    "augmentation_off_fraction": PROBABILITY,
     "random_resized_crop_scale": SOME,
     "horizontal_flip_prob": PROBABILITY,
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
@@ -108,14 +112,16 @@ class AugmentationArguments(Options):
     """The random changes to training images.
 
     Sources, by the order of the fields: Tan and Le 2021, https://arxiv.org/abs/2104.00298, section 4 (smaller images
-    first); Ge et al. 2021, https://arxiv.org/abs/2107.08430, section 2.1 (no augmentation at the end); Szegedy et al.
-    2015, https://arxiv.org/abs/1409.4842, section 6 (random resized crop); Cubuk et al. 2019,
+    and less regularization first); Ge et al. 2021, https://arxiv.org/abs/2107.08430, section 2.1 (no augmentation at
+    the end); Szegedy et al. 2015, https://arxiv.org/abs/1409.4842, section 6 (random resized crop); Cubuk et al. 2019,
     https://arxiv.org/abs/1909.13719 (RandAugment); Mueller and Hutter 2021, https://arxiv.org/abs/2103.10158
     (TrivialAugment); Zhong et al. 2017, https://arxiv.org/abs/1708.04896 (random erasing).
     """
 
     initial_image_size: list[int] | None = flag(None, "Pixels in the first part of training: one number or two.")
     initial_image_size_fraction: float = flag(0.0, "Share of training that the first part lasts.")
+    mixing_start_fraction: float = flag(0.0, "Share of training before images are mixed.")
+    policy_start_fraction: float = flag(0.0, "Share of training before the policy and random erasing.")
     augmentation_off_fraction: float = flag(0.0, "Share of training, at its end, without augmentation and mixing.")
     random_resized_crop_scale: float | None = flag(None, "Least share of the area that a random resized crop keeps.")
     crop_padding: int = flag(0, "Padding in pixels before a random crop.")

@@ -39,8 +39,10 @@ TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentatio
 MINUTES_TO_COMPILE = 10  # from which on compiling pays for itself on a CPU
 FEWEST_PASSES, MOST_PASSES = 30, 600
 PASSES_SAVED = 10  # a trained model needs so many times fewer
-# From so many passes over the same images on, they are mixed, and changed by a policy as well.
+# From so many passes over the same images on, they are mixed, and changed by a policy as well. Both would hide what is
+# small in them from a new model, so they begin after these shares of training.
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
+MIXING_START, POLICY_START = 0.125, 0.5
 UNCHANGED_STEPS = 150  # the last ones, or a tenth of all if that is less: their images are neither changed nor mixed
 
 
@@ -128,13 +130,14 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
-    choose(seen, auto_augment="trivialaugment" if changes else "none")
+    policy, start = ("trivialaugment", POLICY_START) if changes else ("none", 0.0)
+    choose(seen, auto_augment=policy, policy_start_fraction=start)
     batches = math.ceil(number / (training.train_batch_size * training.world_size))
     steps = passes * math.ceil(batches / training.gradient_accumulation_steps)
     choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
-        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha)
+        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixing_start_fraction=MIXING_START * alpha)
         choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")

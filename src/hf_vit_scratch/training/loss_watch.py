@@ -48,7 +48,7 @@ class LossWatch(TrainerCallback):
             logger.warning(
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
                 "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
-                "augmentations, such as --auto_augment none --mixup_prob 0.5, or more time.",
+                "augmentations, or more time.",
                 100 * WATCHED_PART,
                 first_loss,
                 loss,

@@ -195,7 +195,7 @@ def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
     """Plot training images, as they are and below that augmented, each with its class, its labels or its numbers."""
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
     images, captions = list[Image.Image](), list[str]()
-    for stage in (None, min(1, len(dataset.batch_transform.stages) - 1)):
+    for stage in (None, max(len(dataset.batch_transform.stages) - 2, 0)):
         pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage)
         images += [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
         captions += _captions(trainer, names, labels)
