@@ -389,6 +389,11 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
         (["--muon_beta2", "0.9"], r"^--muon_beta2 does nothing without --muon true\. Add that, or leave it out\."),
         (["--mask_ratio", "0.5"], r"^--mask_ratio does nothing without --task masked-image-modeling\."),
         (["--randaugment_num_ops", "3"], r"^--randaugment_num_ops does nothing without --auto_augment randaugment"),
+        (["--mixup_prob", "0.5"], r"^--mixup_prob does nothing without --mixup_alpha or --cutmix_alpha\."),
+        (
+            ["--policy_start_fraction", "0.5"],
+            r"^--policy_start_fraction does nothing without --auto_augment or --random_erasing_prob\.",
+        ),
         (["--classifier_act", "relu"], r"^--classifier_act does nothing without --classifier_hidden_size\."),
         (
             ["--whiten_patches", "true", "--patch_initializer_range", "0.1"],

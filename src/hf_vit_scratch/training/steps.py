@@ -75,7 +75,13 @@ def check_and_seed(args: Arguments, recipe: Recipe) -> None:
 def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
     """Refuse flags of the command line that do nothing without another one, which is missing."""
     training, given = args.training, recipe.values("flag")
+    mixes = training.fit_to_images or args.mixing.mixup_alpha > 0 or args.mixing.cutmix_alpha > 0
+    changes = training.fit_to_images or args.augmentation.auto_augment != "none"
     needed = {
+        "mixup_alpha or --cutmix_alpha": (mixes, ("mixup_prob", "mixing_start_fraction")),
+        "auto_augment or --random_erasing_prob": (
+            changes or args.augmentation.random_erasing_prob > 0, ("policy_start_fraction",),
+        ),
         "muon true": (training.muon, ("muon_learning_rate", "muon_beta2")),
         "task masked-image-modeling": (is_masked(args), ("mask_ratio", "mask_patch_size")),
         "auto_augment randaugment": (
