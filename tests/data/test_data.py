@@ -1159,3 +1159,8 @@ def test_nothing_left_to_train_on_is_refused(class_folders):
 def test_unknown_policy_for_corrupt_images_is_refused():
     with pytest.raises(UserError, match=r"corrupt_images must be one of raise, skip, got 'ignore'"):
         load_splits("digits", corrupt_images="ignore")
+
+
+def test_configuration_of_a_hub_dataset_is_refused_beside_local_images(class_folders):
+    with pytest.raises(UserError, match=r"--data_config is for a dataset on the Hub that has several"):
+        load_splits(str(class_folders), data_config="plain_text")

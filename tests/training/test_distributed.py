@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from test_trainer import KINDS, train_and_report
 from transformers import AutoModelForImageClassification
 
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
+from hf_vit_scratch.training.clock import Clock
+from hf_vit_scratch.training.graceful_stop import GracefulStop
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +101,26 @@ def test_accelerate_takes_the_shipped_configuration(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     assert load_config_from_file(str(path)).num_processes >= 2
+
+
+def agree(rank, folder):
+    """Ask for the time and for a stop in one of two processes, of which the second is late and got a SIGTERM."""
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    args = SimpleNamespace(world_size=2, device=torch.device("cpu"), process_index=rank, max_train_minutes=60)
+    clock, stop = Clock(args), GracefulStop(args)
+    clock.seconds_before, stop.signal = rank * 1800.0, rank * signal.SIGTERM
+    state, control = SimpleNamespace(global_step=1, max_steps=100), SimpleNamespace()
+    clock.update(state, control)
+    result = {"progress": clock.progress, "stops": stop.agreed(1), "signal": int(stop.signal)}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_agree_on_the_time_and_on_a_stop(tmp_path):
+    torch.multiprocessing.spawn(agree, (tmp_path,), nprocs=2)
+
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["progress"] < 0.5  # the time of the first process
+    assert (first["stops"], first["signal"]) == (True, signal.SIGTERM)

@@ -42,6 +42,13 @@ def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_pat
     assert len([line for line in resumed.state.log_history if "eval_loss" in line]) == 3
 
 
+def test_patience_can_be_added_on_resuming(trainer, tmp_path):
+    make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.state.global_step == 1 + 1 + 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -217,6 +217,8 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             raise UserError(
                 f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
             )
+        if args.data_config is not None:
+            raise UserError(f"{data}: --data_config is for a dataset on the Hub that has several. Leave it out.")
         if data == "digits":
             return load_digits()
         source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)

@@ -74,7 +74,8 @@ class _Hooks(TrainerCallback):
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # `restore_callback_states_from_checkpoint` would also bring back the stop that a signal caused.
-            saved = state.stateful_callbacks[EarlyStoppingCallback.__name__]["attributes"]
+            name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
+            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]
             vars(trainer.early_stopping).update(saved)
             control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
 
