@@ -133,6 +133,16 @@ def test_speed_is_measured_in_the_precision_of_the_run(capsys, tmp_path, monkeyp
     assert precisions == {torch.bfloat16}
 
 
+def test_speed_is_that_of_full_batches(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanity_check, "images_per_second", lambda step, seconds: float(step()))
+
+    # The first of two batches is full, and the second has one image.
+    train.main([*SMALL, "--data_report", "true", "--output_dir", str(tmp_path / "run"), "--num_train_epochs", "1",
+                "--per_device_train_batch_size", "1294"])  # fmt: skip
+
+    assert "the model alone 1294: the bound is loading" in capsys.readouterr().out
+
+
 def test_minutes_count_the_larger_images_of_later_training(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sanity_check, "images_per_second", lambda step, seconds: 100.0)
 

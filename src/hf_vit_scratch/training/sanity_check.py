@@ -163,7 +163,7 @@ def data_report(trainer: ViTTrainer) -> str:
 
     trainer.model.train()
     loading = images_per_second(load, SECONDS)
-    batch = trainer._prepare_inputs(next(loader))
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # the last of an epoch may be small
 
     def compute() -> int:
         with trainer.accelerator.autocast():
