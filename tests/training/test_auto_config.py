@@ -100,6 +100,22 @@ def test_few_images_come_in_smaller_batches():
     assert fitted([(32, 32)] * 3_000)[0]["per_device_train_batch_size"] == 128
 
 
+@pytest.mark.parametrize(
+    ("number", "flags", "dropped"),
+    [
+        (3_000, [], True),  # 23 batches of 128, and 56 images
+        (3_010, [], False),  # and 66 images
+        (256, [], False),
+        (7, [], False),  # less than a batch
+        (40, ["--per_device_train_batch_size", "128"], False),
+        (130, ["--per_device_train_batch_size", "128"], True),
+        (3_000, ["--dataloader_drop_last", "false"], False),
+    ],
+)
+def test_last_batch_is_left_out_where_it_is_less_than_half_a_batch(number, flags, dropped):
+    assert fitted([(32, 32)] * number, *flags)[0]["dataloader_drop_last"] == dropped
+
+
 def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
     alike, _ = fitted([(32, 32)] * 50)
     mixed, _ = fitted([(32, 32)] * 50 + [(48, 32)])

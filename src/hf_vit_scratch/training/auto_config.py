@@ -96,6 +96,10 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
     steps = math.ceil(number / batch_size)
     choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    images_at_once = training.train_batch_size * training.world_size
+    rest = number % images_at_once
+    if 0 < rest < min(number, images_at_once / 2):
+        choose(f"a batch of the last {rest} would change the weights as much as a full one", dataloader_drop_last=True)
     if alike and max(sides[0]) <= max(pixels):
         choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
@@ -132,8 +136,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     seen = f"{passes:.0f} passes over the same images"
     policy, start = ("trivialaugment", POLICY_START) if changes else ("none", 0.0)
     choose(seen, auto_augment=policy, policy_start_fraction=start)
-    batches = math.ceil(number / (training.train_batch_size * training.world_size))
-    steps = passes * math.ceil(batches / training.gradient_accumulation_steps)
+    images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    steps = passes * math.ceil(number / images_per_step)
     choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
     if training.task == "image-classification" and config.problem_type != "regression":
         alpha = 1.0 if mixes else 0.0
