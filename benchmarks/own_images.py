@@ -171,13 +171,21 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     for dataset in (train, test):
         dataset.keep_decoded(torch.device("cpu"))
     passes, losses = train_by_the_clock(model, train, stage, seconds, seed)
+    accuracy = test_accuracy(model, test)
+    return {"accuracy": accuracy, "passes": passes, "first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def test_accuracy(model: Any, test: Any) -> float:
+    """Return the accuracy of a model on a dataset, 0 to 1."""
+    import torch
+
     correct = 0
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for start in range(0, len(test), 250):
             batch = test.batch_transform(test.__getitems__(range(start, min(start + 250, len(test)))))
             correct += int((model(batch["pixel_values"]).argmax(-1) == batch["labels"]).sum())
-    return {"accuracy": correct / len(test), "passes": passes, "first_loss": losses[0], "last_loss": losses[-1]}
+    return correct / len(test)
 
 
 def pair(size: Any) -> tuple[int, int]:
