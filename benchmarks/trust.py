@@ -1,6 +1,6 @@
 """How good are calibration, "unknown" and the stated coverage? On the digits, eight of ten classes known.
 
-python benchmarks/trust.py --epochs 60
+python benchmarks/trust.py --pairs 8
 """
 
 import argparse
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=60, help="of the recipe digits")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of classes that are left out, one after the other")
+    parser.add_argument("--held_out", type=float, default=0.1, help="share of the images for validation, and for test")
     parser.add_argument("--splits", type=int, default=20, help="of the known images into validation and unseen ones")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())
@@ -52,7 +53,8 @@ def main() -> None:
         for label in set(range(10)) - set(pair):
             (known / str(label)).parent.mkdir(exist_ok=True)
             (known / str(label)).symlink_to(root / "digits" / str(label))
-        flags = ["--follow_links", "true", "--validation_fraction", "0.2", "--test_fraction", "0.2"]
+        held_out = str(args.held_out)
+        flags = ["--follow_links", "true", "--validation_fraction", held_out, "--test_fraction", held_out]
         flags += ["--num_train_epochs", str(args.epochs), "--near_duplicates", "ignore", "--disable_tqdm", "true"]
         run.main(["digits", "--data", str(known), "--output_dir", str(output), *flags])
         print(
@@ -65,8 +67,8 @@ def row_of(pair: tuple[int, int], output: Path, unknown: list[Path], args: argpa
     classifier, trust = load_classifier(str(output)), Trust.load(str(output))
     assert trust is not None
     data = output.with_name(output.name.replace("run", "known"))
-    choices: dict[str, Any] = {"follow_links": True, "validation_fraction": 0.2, "test_fraction": 0.2}
-    splits = load_splits(str(data), seed=42, near_duplicates="ignore", **choices)
+    held_out: Any = dict.fromkeys(("validation_fraction", "test_fraction"), args.held_out)
+    splits = load_splits(str(data), seed=42, near_duplicates="ignore", follow_links=True, **held_out)
     images = {name: [Path(image.filename) for image in rows["image"]] for name, rows in splits.items()}
     found = {name: outputs_of(classifier, paths) for name, paths in images.items()}
     labels = {name: np.array(rows["label"]) for name, rows in splits.items()}

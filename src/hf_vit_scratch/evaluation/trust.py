@@ -16,14 +16,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
+from scipy.stats import betabinom
 from torch import Tensor
 from transformers.utils import cached_file
 
-from .metrics import calibration, wilson_interval
+from .metrics import calibration
 
 FILE = "trust.safetensors"
 UNKNOWN = "unknown"  # the answer for an image that the model should not name
 SHARE_OF_KNOWN = 0.99  # of the validation images, that are not too far from the training images
+IMAGES_AT_ONCE = 1024  # whose distances are computed
 LEAST_VARIANCE = 1e-8  # of the pooled vectors within a class
 ABOVE_ALL_SCORES = 2.0
 SPREAD_OF_TEMPERATURE = 0.5  # of its logarithm around 0, before images are seen
@@ -52,26 +54,28 @@ def fit_temperature(logits: NDArray[Any], labels: NDArray[Any]) -> float:
 
 @dataclass
 class Trust:
-    """When a classifier should not name an image: its vector is far from all classes, or its score is low.
+    """When a classifier should not name an image: its vector is far from all training images, or its score is low.
 
-    The distance is that of Lee et al. 2018 (https://arxiv.org/abs/1807.03888, equation 2), with the covariance of
+    The distance is that to the nearest training image (Sun et al. 2022, https://arxiv.org/abs/2204.06507, with one
+    neighbor), measured as in Lee et al. 2018 (https://arxiv.org/abs/1807.03888, equation 2), with the covariance of
     Ledoit and Wolf 2004.
 
     Args:
         whitening: Factor of the inverse covariance of the pooled vectors within a class, (D, D).
-        means: Mean vector of each class, times the whitening, (L, D).
-        largest_distance: Largest distance to the nearest mean at which an image is known.
+        examples: Vectors of training images, times the whitening, (N, D).
+        largest_distance: Largest distance to the nearest example at which an image is known.
         least_score: Least score of an answer, above 1 if no score is high enough.
         temperature: By which the logits were divided, as in `fit_temperature`.
         calibration_error, error_before: Expected calibration error on the validation split, with it and without it.
         target_accuracy: Accuracy on the validation split for which `least_score` was chosen, if one was asked for.
         coverage: Share of the validation split that is answered.
-        coverage_low, coverage_high: Between which, in 95% of cases, the share of as many new images will lie.
+        coverage_low, coverage_high: Between which, in 95% of cases, the share of as many new images will lie
+            (Angelopoulos and Bates 2021, https://arxiv.org/abs/2107.07511, appendix C).
         accuracy: Accuracy of these answers there, `None` if there are none.
     """
 
     whitening: Tensor
-    means: Tensor
+    examples: Tensor
     largest_distance: float = math.inf
     least_score: float = 0.0
     temperature: float = 1.0
@@ -107,7 +111,7 @@ class Trust:
         covariance = LedoitWolf(assume_centered=True).fit(within).covariance_
         # The least variance is for classes of one image each, which have none.
         whitening = np.linalg.inv(np.linalg.cholesky(covariance + LEAST_VARIANCE * np.eye(len(covariance)))).T
-        trust = cls(torch.from_numpy(whitening).float(), torch.from_numpy(means @ whitening).float())
+        trust = cls(torch.from_numpy(whitening).float(), torch.from_numpy(vectors @ whitening).float())
         validation_vectors, logits, labels = validation
         right, trust.temperature = logits.argmax(axis=1) == labels, fit_temperature(logits, labels)
         scores = softmax(logits / trust.temperature, axis=1).max(axis=1)
@@ -124,15 +128,19 @@ class Trust:
             trust.least_score = float(scores[known][order][reached[-1]]) if len(reached) else ABOVE_ALL_SCORES
         answered = known & (scores >= trust.least_score)
         trust.coverage = float(answered.mean())
-        # The new images have a random error of their own, as large as that of these: as if there were half as many.
-        interval = wilson_interval(trust.coverage, max(1, len(labels) // 2))
-        trust.coverage_low, trust.coverage_high = interval
-        trust.accuracy = float(right[answered].mean()) if answered.any() else None
+        number, count = len(labels), int(answered.sum())
+        if count:
+            trust.accuracy = float(right[answered].mean())
+            new = betabinom(number, count, number + 1 - count)
+            trust.coverage_low, trust.coverage_high = (new.ppf([0.025, 0.975]) / number).tolist()
+        else:
+            trust.coverage_high = 0.0  # no score is high enough
         return trust
 
     def distances(self, vectors: Tensor) -> Tensor:
-        """Return the Mahalanobis distance of pooled vectors to the nearest class.  (N, D) -> (N,)."""
-        return torch.cdist(vectors.float() @ self.whitening, self.means).amin(dim=1)
+        """Return the distance of pooled vectors to the nearest training image.  (M, D) -> (M,)."""
+        parts = (vectors.float() @ self.whitening).split(IMAGES_AT_ONCE)
+        return torch.cat([torch.cdist(part, self.examples).amin(dim=1) for part in parts])
 
     def can_answer(self, score: float, vector: Tensor) -> bool:
         """Return whether the model should name an image with this best score and pooled vector (D,)."""
@@ -144,7 +152,7 @@ class Trust:
 
     def save(self, folder: Path) -> None:
         """Write it beside a model."""
-        tensors = {"whitening": self.whitening.contiguous(), "means": self.means.contiguous()}
+        tensors = {"whitening": self.whitening.contiguous(), "examples": self.examples.contiguous()}
         save_file(tensors, folder / FILE, metadata={"facts": json.dumps(self.facts())})
 
     @classmethod
@@ -157,4 +165,4 @@ class Trust:
             return None
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
-            return cls(file.get_tensor("whitening"), file.get_tensor("means"), **facts)
+            return cls(file.get_tensor("whitening"), file.get_tensor("examples"), **facts)
