@@ -99,7 +99,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     images_at_once = training.train_batch_size * training.world_size
     rest = number % images_at_once
     if 0 < rest < min(number, images_at_once / 2):
-        choose(f"a batch of the last {rest} would change the weights as much as a full one", dataloader_drop_last=True)
+        choose(f"the last {rest} of a pass would move the weights as far as a full batch", dataloader_drop_last=True)
     if alike and max(sides[0]) <= max(pixels):
         choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
