@@ -283,6 +283,12 @@ def test_other_preprocessing_is_refused(options, message, tmp_path):
         export(classifier(processor(**options)), tmp_path, "pt2")
 
 
+def test_exported_script_shows_a_transparent_color_as_white(tmp_path):
+    colors = Image.fromarray(np.array([[[10, 200, 30], [0, 0, 255]]], np.uint8))
+    colors.save(tmp_path / "image.png", transparency=(0, 0, 255))
+    np.testing.assert_array_equal(exported.read_image(tmp_path / "image.png"), [[[10, 200, 30], [255, 255, 255]]])
+
+
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(export_module.PACKAGES, "onnx", ("numpy", "no_such_package"))
     with pytest.raises(UserError, match=r"--format onnx needs more packages: python -m pip install no_such_package$"):

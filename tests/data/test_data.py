@@ -469,6 +469,20 @@ def test_every_mode_decodes_to_the_rgb_of_the_pipelines(mode, photographs):
     assert decoded.tobytes() == load_image(image).tobytes()
 
 
+@pytest.mark.parametrize(("mode", "transparent"), [("P", 3), ("L", 90), ("RGB", (10, 200, 30))])
+def test_transparent_color_is_that_of_the_pipelines(mode, transparent, tmp_path):
+    colors = np.tile(np.array([[10, 200, 30], [90, 90, 90], [0, 0, 255], [9, 9, 9]], np.uint8), (5, 5, 1))
+    image = Image.fromarray(colors).quantize(4) if mode == "P" else Image.fromarray(colors).convert(mode)
+    image.save(tmp_path / "image.png", transparency=transparent)
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
+
+    decoded = decode_image({"path": str(tmp_path / "image.png"), "bytes": None}, "an image")
+
+    expected = processor(load_image(str(tmp_path / "image.png")), return_tensors="pt")["pixel_values"]
+    pixels = Image.fromarray(np.asarray(decoded))  # nothing but them
+    assert torch.equal(processor(pixels, return_tensors="pt")["pixel_values"], expected)
+
+
 @pytest.mark.parametrize(("mode", "highest"), [("I;16", 65535), ("I;16", 4095), ("I", 70_000), ("F", 1.0)])
 def test_grey_values_that_would_become_white_or_black_are_refused(mode, highest):
     values = np.linspace(0, highest, 600).reshape(20, 30)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.Image import Resampling
 from torch import Tensor
+from transformers import ViTImageProcessor
 from transformers.image_utils import load_image
 
 from ..errors import UserError
@@ -124,6 +125,9 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
         if enough is not None:
             image.draft(None, (enough, enough))  # without effect on other formats
         image = load_image(image)
+        if "transparency" in image.info:  # a color of a palette, which image processors of today show as white
+            as_bytes = ViTImageProcessor(do_convert_rgb=True, do_resize=False, do_rescale=False, do_normalize=False)
+            image = Image.fromarray(np.moveaxis(np.asarray(as_bytes(image)["pixel_values"][0]), 0, -1))
         factor = 1 if enough is None else min(image.size) // (2 * enough)  # as far as a JPEG file is reduced above
         return image.reduce(factor) if factor > 1 else image
 

@@ -38,13 +38,16 @@ def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 def read_image(file: Any) -> np.ndarray:
     """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
-    image = Image.open(file)
+    image: Image.Image = Image.open(file)
     if image.mode[0] in "IF":  # one channel of values that RGB cannot hold
         plain: Any = image if image.mode in ("I", "F") else image.convert("I")
         high = plain.getextrema()[1]
         if high > 255 or (image.mode == "F" and 0 < high <= 1):
             raise ValueError(f"its grey values go up to {high:g} instead of 255: save it with 8 bits")
-    return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    if "transparency" in image.info:  # a color of a palette, which image processors show as white
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+    return np.array(image)
 
 
 if __name__ == "__main__":
