@@ -22,12 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import data_path  # noqa: E402
 import equal_time  # noqa: E402
+import finetune_sources  # noqa: E402
 import own_images  # noqa: E402
 import own_images_data  # noqa: E402
 import peers  # noqa: E402
 import scaling  # noqa: E402
 import training_loop  # noqa: E402
 from speedrun import run as speedrun  # noqa: E402
+
+from hf_vit_scratch.conversion.convert import load  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +170,21 @@ def test_images_of_the_benchmark_are_what_its_names_say(name, count, labels, mod
     assert {image.mode for _, image in items} == {mode}
     assert all(sides[0] <= side <= sides[1] for _, image in items for side in image.size)
     assert len({label for label, _ in items}) == labels
+
+
+@pytest.mark.parametrize("library", finetune_sources.LIBRARIES)
+def test_starting_points_are_trained_and_can_be_read(library, class_folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune_sources, "BATCH", 4)
+    output = tmp_path / "model"
+    argv = ["finetune_sources.py", "--library", library, "--data", str(class_folders), "--minutes", "0.01"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(output)])
+
+    finetune_sources.main()
+
+    heads = {"num_attention_heads": 2} if library == "torchvision" else {}
+    loaded = load(str(output / "weights.pt" if heads else output), **heads)
+    assert f"{library}: 0.0 passes" not in capsys.readouterr().out
+    assert loaded.model.config.num_hidden_layers == 4
 
 
 @pytest.mark.parametrize("method", own_images.METHODS[1:])
