@@ -1,6 +1,7 @@
 """The files of a finished run."""
 
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
@@ -30,6 +31,18 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
         report.draw_mistakes(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
+
+
+def test_all_mistakes_are_listed_with_their_files(tmp_path, class_folders):
+    labels, ranked = np.array([0, 1, 0]), np.array([[1, 0], [1, 0], [1, 0]])
+    summaries = (ranked, np.array([0.6, 0.9, 0.75]), np.zeros(3))
+    files = [str(class_folders / "temple" / f"0{number}.jpg") for number in range(3)]
+    rows = Dataset.from_dict({"image": files}, Features({"image": ImageFeature()}))
+
+    report.draw_mistakes(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
+
+    listed = pd.read_csv(tmp_path / "_mistakes.csv").to_dict("list")
+    assert listed == {"image": [files[2], files[0]], "answer": ["bee"] * 2, "score": [0.75, 0.6], "truth": ["ant"] * 2}
 
 
 @torch.no_grad()

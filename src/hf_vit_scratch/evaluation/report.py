@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset
 from PIL import Image
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
-from ..data.groups import LISTING
+from ..data.groups import LISTING, paths_of
 from ..data.images import denormalize, images_of, local_path
 from ..data.masking import MaskedImageDataset
 from ..data.targets import label_names
@@ -25,6 +26,7 @@ from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 from .trust import Trust
 
 NUM_MISTAKES, SHOWN_PIXELS = 24, 512  # images in the figure, and their largest side
+LISTED_MISTAKES = "_mistakes.csv"
 FEW_CLASSES = 10  # whose scores fit into the log
 
 logger = logging.getLogger(__name__)
@@ -125,33 +127,36 @@ def mirrored_views(model: PreTrainedModel) -> RemovableHandle:
 
 
 def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
-    """Plot the worst mistakes on the test split into a PNG file, if there are any."""
-    path.unlink(missing_ok=True)  # a resumed run may have left one
+    """Plot the worst mistakes on the test split into a PNG file, and list all of them beside it, the worst first."""
+    listing = path.with_name(LISTED_MISTAKES)
+    for older in (path, listing):  # a resumed run may have left them
+        older.unlink(missing_ok=True)
     predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
-    kind = problem_type_of(labels)
+    kind, all_names = problem_type_of(labels), np.array(names, object)
     if kind == "single_label_classification":
-        ranked, confidence, _ = predictions
-        severity = np.where(ranked[:, 0] != labels, confidence, 0)
+        ranked, scores, _ = predictions
+        severity = np.where(ranked[:, 0] != labels, scores, 0)
+        answers, truth = all_names[ranked[:, 0]], all_names[labels]
+        caption = "taken for {answer:.12} ({score:.0%})\nis {truth:.20}"
     else:
-        answers = predictions if kind == "regression" else expit(predictions)
-        errors = np.abs(answers - labels)
+        numbers = predictions if kind == "regression" else expit(predictions)
+        errors = np.abs(numbers - labels)
         errors = errors / (labels.std(axis=0) + 1e-9) if kind == "regression" else errors * (errors > 0.5)
-        severity, worst = errors.max(axis=1), errors.argmax(axis=1)
-
-    def caption(place: int) -> str:
-        if kind == "single_label_classification":
-            score = f"{100 * confidence[place]:.0f}%"
-            return f"taken for {names[ranked[place, 0]]:.12} ({score})\nis {names[labels[place]]:.20}"
-        at = place, worst[place]
-        return f"{names[worst[place]]:.12}: {answers[at]:.3g}\nis {labels[at]:g}"
-
-    places = [place for place in np.argsort(-severity, kind="stable")[:NUM_MISTAKES].tolist() if severity[place] > 0]
-    if places:
-        images = []
-        for image in images_of(rows.select(places)):
-            image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))  # at once, because photographs are large
-            images.append(image)
-        plot_images(images, [caption(place) for place in places], path)
+        at = np.arange(len(labels)), errors.argmax(axis=1)
+        severity, answers, scores, truth = errors[at], all_names[at[1]], numbers[at], labels[at]
+        caption = "{answer:.12}: {score:.3g}\nis {truth:g}"
+    order = np.argsort(-severity, kind="stable")
+    order = order[severity[order] > 0]
+    if not len(order):
+        return
+    files = [file or f"image {number}" for number, file in enumerate(paths_of(rows))]
+    table = pd.DataFrame({"image": files, "answer": answers, "score": scores, "truth": truth}).iloc[order]
+    table.to_csv(listing, index=False)
+    images, worst = [], table[:NUM_MISTAKES]
+    for image in images_of(rows.select(order[:NUM_MISTAKES])):
+        image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))  # at once, because photographs are large
+        images.append(image)
+    plot_images(images, [caption.format(**mistake) for mistake in worst.to_dict("records")], path)
 
 
 @torch.no_grad()
