@@ -76,6 +76,7 @@ def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch,
     assert caplog.messages[-1].endswith(" --resume_from_checkpoint true")
     monkeypatch.setattr(ViTTrainer, "training_step", training_step)
     train.main([*argv, str(tmp_path / "stopped"), "--resume_from_checkpoint", "true"])
+    assert re.search(rf"Continues from {checkpoint}, after 0\.\d minutes of training\.", caplog.text)
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert resumed == whole
 

@@ -138,12 +138,13 @@ def test_images_of_a_folder_are_not_where_they_would_be_pushed(from_home, class_
 
 
 def test_mistakes_of_before_a_resumption_go(tmp_path):
-    (tmp_path / "mistakes.png").write_text("an older one")
+    for name in ("mistakes.png", "_mistakes.csv"):
+        (tmp_path / name).write_text("an older one")
     summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
 
     report.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
 
-    assert not (tmp_path / "mistakes.png").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):
@@ -233,6 +234,18 @@ def test_saved_model_can_be_started_from(run, tmp_path):
 
     assert after["test_accuracy"] == before["test_accuracy"]  # nothing was learnt, and nothing lost
     assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [42, 43])
+def test_starting_from_a_run_with_other_splits_is_warned_of(run, tmp_path, caplog, seed):
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text(f"{{data: digits, seed: {seed}, max_steps: 1}}")
+    argv = [str(recipe), "--model", str(run[0]), "--use_cpu", "true", "--disable_tqdm", "true", *START]
+
+    train.main([*argv, "--near_duplicates", "ignore", "--output_dir", str(tmp_path / "new")])
+
+    said = f"{run[0]} has learnt from other splits, of digits. If some of its training images are test images now"
+    assert (said in caplog.text) == (seed == 43)  # the seed cuts the validation split
 
 
 def test_list_of_near_duplicates_of_a_check_is_replaced(tmp_path):

@@ -139,6 +139,8 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     if not args.data.streaming:
         recipe.fingerprint = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
+    if start is not None and isinstance(start.model, ViTScratchForImageClassification):
+        _warn_of_other_splits(Path(str(args.model.model)), recipe)
     if recipe.left_out:
         logger.info("Left out of the recipe, because a flag replaces it: %s", ", ".join(recipe.left_out))
     if training.fit_to_images:
@@ -162,6 +164,16 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     return config, start
+
+
+def _warn_of_other_splits(model: Path, recipe: Recipe) -> None:
+    """Warn if the starting model, which may be a checkpoint of a run, has learnt from other splits."""
+    begun = Recipe.load(model) or Recipe.load(model.parent)
+    if begun is not None and begun.fingerprint != recipe.fingerprint:
+        logger.warning(
+            "%s has learnt from other splits, of %s. If some of its training images are test images now, the test "
+            "accuracy is too good.", model, begun.data,
+        )  # fmt: skip
 
 
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:

@@ -56,6 +56,9 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
+        if trainer.resumed_checkpoint is not None:
+            checkpoint, minutes = trainer.resumed_checkpoint, trainer.clock.minutes
+            logger.info("Continues from %s, after %.1f minutes of training.", checkpoint, minutes)
         state.compute_steps(args, state.max_steps)  # a resumed run would keep those of its checkpoint
         if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)
@@ -192,8 +195,7 @@ class ViTTrainer(Trainer):
             if isinstance(dataset, ImageClassificationDataset):
                 dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
-        if keep_freed_memory():
-            logger.info("Memory that a step frees is kept for the next one (any MALLOC_ variable prevents it).")
+        keep_freed_memory()
         # The stock Trainer would delete old checkpoints before the new one is complete. `finish_checkpoint` waits.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
