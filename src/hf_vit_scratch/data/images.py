@@ -29,6 +29,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
+ADVICE = " Delete or replace it. Training leaves such files out with --corrupt_images skip."
 Result = TypeVar("Result")
 SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
 MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
@@ -77,7 +78,7 @@ def warn_of_others(folder: Path, others: Counter[str]) -> None:
         listed = ", ".join(
             f"{number} {suffix}" for suffix, number in Counter(dict(sorted(others.items()))).most_common(5)
         )
-        logger.warning("%s: %d files are no images by their names: %s", folder, others.total(), listed)
+        logger.warning("%s: files left out: %s. If they are images, save them as JPEG or PNG.", folder, listed)
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
                 yield image
     except Exception as error:  # Pillow's decoders raise many types on damaged data, even NotImplementedError
         reason = " ".join(str(error).split())
-        raise UserError(f"{path or name} cannot be decoded as an image ({reason}). Delete or replace it.") from error
+        raise UserError(f"{path or name} cannot be decoded as an image ({reason}).{ADVICE}") from error
 
 
 def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = None) -> Image.Image:

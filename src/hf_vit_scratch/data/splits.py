@@ -26,7 +26,7 @@ from PIL import Image
 
 from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
-from .images import decode_image, find_image_files, local_path, map_images, warn_of_others
+from .images import ADVICE, decode_image, find_image_files, local_path, map_images, warn_of_others
 from .options import DataArguments
 from .tables import SPLIT_NAMES, find_columns, find_tables, load_tables
 from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
@@ -191,7 +191,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
         try:
             decode_image(image, name=f"image {number}")
         except UserError as error:
-            return str(error).removesuffix(" Delete or replace it.")
+            return str(error).removesuffix(ADVICE)
         return ""
 
     faults = [*map_images(fault_of, rows)]
@@ -239,14 +239,11 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         else:
             source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
+        hint = "there is no such file or folder, and no dataset of this name could be loaded from the Hub."
         if path.exists():
-            hint = (
-                "It must be a folder of class folders, a file .csv, .jsonl or .parquet, or a folder of parquet files."
-            )
-        else:
-            hint = "It is no local folder; is it the name of a dataset on the Hub, and is the Hub within reach?"
+            hint = "it must be a folder of class folders or of parquet files, or a file .csv, .jsonl or .parquet."
         reason = " ".join(str(error).split())
-        raise UserError(f"{data}: the data cannot be loaded ({type(error).__name__}: {reason}). {hint}") from error
+        raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
     if not streaming and not path.exists():
         _refuse_own_files(data, source)
     elif not streaming and not args.follow_links:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ImageClassificationPipeline, pipeline
 from transformers.utils import logging as transformers_logging
 
-from ..data.images import SUFFIXES, decode_image, find_image_files, local_path, warn_of_others
+from ..data.images import ADVICE, SUFFIXES, decode_image, find_image_files, local_path, warn_of_others
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.optimize import example_batch_for, optimize
@@ -56,7 +56,7 @@ def _prepare(
         try:
             image = decode_image({"path": path, "bytes": None}, path)
         except UserError as error:
-            results.append({"image": path, "error": str(error).removesuffix(" Delete or replace it.")})
+            results.append({"image": path, "error": str(error).removesuffix(ADVICE)})
         else:  # one by one, because a photograph may have 24 megapixels
             results.append({"image": path})
             prepared.append(image_processor(images=image, return_tensors="pt").to(dtype))
