@@ -243,7 +243,7 @@ def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
     assert vit_scratch.main(["explain", str(saved), str(tmp_path / "photo.png"), "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out.split()
     names = ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"]
-    assert printed == [str(output / f"{name}.png") for name in names]
+    assert printed == [str(output / f"photo_{name}.png") for name in names]
     for path in printed:
         assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn
 

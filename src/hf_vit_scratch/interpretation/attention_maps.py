@@ -308,6 +308,6 @@ def main(argv: list[str]) -> None:
     figures = draw_all(load_classifier(args.model, args.device), image)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        path = args.output_dir / f"{name}.png"
+        path = args.output_dir / f"{Path(args.image).stem}_{name}.png"
         figure.savefig(path, dpi=150)
         print(path)
