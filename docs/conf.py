@@ -33,6 +33,7 @@ include_patterns = [
 html_theme = "furo"
 html_title = "hf_vit_scratch"
 napoleon_custom_sections = [("Outputs", "params_style")]
+smartquotes = False  # they would make one dash of the two of a flag
 default_role = "code"  # docstrings have `names` in single backticks
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # the docstrings say more: shapes and units

@@ -166,7 +166,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"
         if trust["target_accuracy"] is not None:
             right = "" if trust["accuracy"] is None else f", {trust['accuracy']:.1%} of them right"
-            expected = f"expect {trust['coverage_low']:.0%} to {trust['coverage_high']:.0%}"
+            expected = f"expect answers to {trust['coverage_low']:.0%} to {trust['coverage_high']:.0%} of new images"
             results["answers"] = f"to {trust['coverage']:.1%} of the validation images{right}; {expected}"
     if "near_duplicates" in first:
         results["near duplicates"] = f"{first['near_duplicates']} pairs, none of them in two splits"

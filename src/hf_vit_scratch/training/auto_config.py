@@ -149,7 +149,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
     if not training.check:  # which tells the time by measurements of its own
         logger.info(
-            "Training will take about %.1f minutes: %.0f passes over %d images, at about %.0f images per second.",
+            "Training will take about %.1f minutes: about %.0f passes over %d images, at %.0f images per second.",
             expected, passes, number, TIME_FOR_STEPS * speed,
         )  # fmt: skip
 
