@@ -49,12 +49,13 @@ def test_training_ends_with_an_evaluation_when_the_time_is_over(at):
     assert (control.should_training_stop, control.should_evaluate, control.should_save) == (True, True, False)
 
 
-def test_time_of_the_resumed_run_counts(at):
+@pytest.mark.parametrize(("step", "progress"), [(10, 0.5), (60, 0.6)], ids=["time is ahead", "steps are ahead"])
+def test_time_and_steps_of_the_resumed_run_count(step, progress, at):
     clock = make_clock(minutes=1)
     log = [{"loss": 1.0, "minutes": 0.25}, {"eval_loss": 1.0, "minutes": 0.5}, {"train_loss": 1.0}]
 
-    clock.resume(TrainerState(log_history=log))
-    assert clock.progress == pytest.approx(0.5)  # before the first step asks for its learning rate
+    clock.resume(TrainerState(log_history=log, global_step=step, max_steps=100))
+    assert clock.progress == pytest.approx(progress)  # before the first step asks for its learning rate
     at(115.0)
 
     assert clock.minutes == pytest.approx(0.75)

@@ -164,8 +164,9 @@ def test_optimizer_decays_the_weights_of_matrices(chosen, tmp_path):
 
 
 @STYLES
-def test_resumed_run_ends_as_the_uninterrupted_one(norm_first, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("minutes", [None, 1000.0], ids=["by steps", "by the clock"])
+def test_resumed_run_ends_as_the_uninterrupted_one(minutes, norm_first, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_train_minutes": minutes}
     whole = make_trainer(tmp_path / "whole", {"norm_first": norm_first, "drop_path_rate": 0.2}, **options)
     whole.train()
 

@@ -26,8 +26,8 @@ class Clock:
     def resume(self, state: TrainerState) -> None:
         """Add the time that the log of a resumed run ends with."""
         self.seconds_before = 60 * max((line.get("minutes", 0.0) for line in state.log_history), default=0.0)
-        if self.args.max_train_minutes is not None:  # the first batch and the first rate ask for it
-            self.progress = min(1.0, self.seconds_before / 60 / self.args.max_train_minutes)
+        if self.args.max_train_minutes is not None:  # the first batch and the first rates ask for it
+            self.progress = self._progress(self.seconds_before / 60 / self.args.max_train_minutes, state)
 
     @property
     def minutes(self) -> float:
@@ -43,11 +43,15 @@ class Clock:
             shared = torch.tensor([share], device=self.args.device)
             torch.distributed.broadcast(shared, src=0)
             share = shared.item()
-        self.progress = min(1.0, max(share, state.global_step / state.max_steps))
+        self.progress = self._progress(share, state)
         if self.progress >= 1:  # as the stock Trainer does at the last step
             control.should_training_stop = True
             control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
+
+    @staticmethod
+    def _progress(share_of_time: float, state: TrainerState) -> float:
+        return min(1.0, max(share_of_time, state.global_step / state.max_steps))
 
 
 class ProgressByTime(ProgressCallback):
