@@ -99,9 +99,10 @@ class Case:
     compiled: bool
     batch: int
     device: str
+    mode: str = "default"  # of torch.compile
 
     def __str__(self) -> str:
-        how = "compiled" if self.compiled else "eager"
+        how = f"compiled ({self.mode})" if self.compiled else "eager"
         return f"{self.size.name} {self.work} {self.precision} {how}, batch {self.batch}"
 
 
@@ -293,13 +294,14 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
         return limit(case)
     model: Any = BUILDERS[name](case.size).to(case.device)
     images = torch.randn(case.batch, 3, case.size.image_size, case.size.image_size, device=case.device)
+    compile_options = {"mode": case.mode} if case.compiled else False
     if case.work == "inference":
         model.eval()
         if case.precision == "bf16":
             model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
         if name in OPTIMIZED:
-            optimize(model.model, images, compile=case.compiled)
-        forward = torch.compile(model) if case.compiled and name not in OPTIMIZED else model
+            optimize(model.model, images, compile=compile_options)
+        forward = torch.compile(model, mode=case.mode) if case.compiled and name not in OPTIMIZED else model
 
         @torch.inference_mode()
         def infer() -> None:
@@ -310,8 +312,8 @@ def prepare(name: str, case: Case) -> Callable[[], None]:
     model.train()
     if name in OPTIMIZED:
         with torch.autocast(case.device, torch.bfloat16, enabled=case.precision == "bf16"):
-            optimize(model.model, images, training=True, compile=case.compiled)
-    forward = torch.compile(model) if case.compiled and name not in OPTIMIZED else model
+            optimize(model.model, images, training=True, compile=compile_options)
+    forward = torch.compile(model, mode=case.mode) if case.compiled and name not in OPTIMIZED else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     labels = torch.randint(case.size.num_labels, (case.batch,), device=case.device)
 
@@ -433,7 +435,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                 size = SIZES[name]
                 batch = size.batch_on_cpu if args.device == "cpu" else size.batch_on_accelerator
                 for number in [batch] if work == "training" else [1, batch]:
-                    yield Case(size, work, precision, args.compiled, number, args.device)
+                    yield Case(size, work, precision, args.compiled, number, args.device, args.mode)
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
@@ -468,6 +470,7 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", choices=("inference", "training"), default=["inference", "training"])
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "default"), default=["fp32", "bf16"])
     parser.add_argument("--compiled", action="store_true", help="all models through torch.compile")
+    parser.add_argument("--mode", default="default", help="of torch.compile; reduce-overhead: CUDA graphs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

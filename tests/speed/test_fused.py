@@ -7,6 +7,7 @@ import torch
 from helpers import TINY, randomize_
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_vit_scratch import (
@@ -74,6 +75,24 @@ def test_outputs_and_gradients_are_the_same(choice, fields):
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@STYLES
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_compiled_layers_with_one_product_for_query_key_and_value_give_the_same(fields):
+    plain = build(dtype=torch.float64, **fields)
+    fast, graphs = copy.deepcopy(plain), []
+
+    def count_products(graph, example_inputs):
+        graphs.append(sum(node.target is F.linear for node in graph.graph.nodes))
+        return graph
+
+    optimize(fast, PIXELS, training=True, choice="sdpa+qkv", compile={"backend": count_products})
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64)
+
+    for one, other in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert set(graphs) == {4}  # joined, output, and two of the MLP
 
 
 @pytest.mark.parametrize("model_class", [ViTScratchForMaskedImageModeling, ViTScratchBackbone])

@@ -91,6 +91,13 @@ def test_packed_layers_are_not_compiled():
     assert all(layer._compiled_call_impl is None for layer in packed.model.vit.layers)
 
 
+@pytest.mark.parametrize(("compile", "expected"), [({"backend": "eager"}, "sdpa+qkv"), (False, "sdpa")])
+def test_other_devices_join_query_key_and_value_if_they_compile(times, compile, expected):
+    calls = times()
+    assert optimize(build(), PIXELS.to("meta"), training=True, compile=compile).choice == expected
+    assert calls == []
+
+
 def test_compiled_models_are_measured_apart_for_training_and_inference(times):
     calls = times()
     for training in (True, False):
@@ -252,6 +259,34 @@ def test_fast_model_can_be_pickled():
     with torch.no_grad():
         expected = model(PIXELS).logits
         torch.testing.assert_close(pickle.loads(pickle.dumps(model))(PIXELS).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_whole_model_that_the_user_compiles_has_no_mask():
+    masks = []  # with one, attention on a GPU takes ten times as long
+
+    def note_masks(graph, example_inputs):
+        attention = (node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        masks.extend(node.kwargs.get("attn_mask") for node in attention)
+        return graph
+
+    torch.compile(build().eval(), backend=note_masks)(PIXELS)
+
+    assert masks == [None, None]  # of both layers
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("choice", ["sdpa", "sdpa+qkv"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_all_layers_share_one_compiled_graph(choice, rate):
+    torch.compiler.reset()
+    graphs = []
+    model = build(num_hidden_layers=3, drop_path_rate=rate).train()
+    optimize(model, PIXELS, training=True, compile={"backend": lambda g, _: graphs.append(g) or g}, choice=choice)
+
+    model(PIXELS)
+
+    assert len(graphs) == 1
 
 
 def test_stochastic_depth_of_compiled_layers_drops_whole_images():

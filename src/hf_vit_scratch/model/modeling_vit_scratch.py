@@ -116,6 +116,10 @@ class ViTScratchAttention(nn.Module):
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return query, key and value, each (B, N, D)."""
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -124,10 +128,10 @@ class ViTScratchAttention(nn.Module):
         attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)  # (B, N, H, K)
-        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # (B, H, N, K)
-        key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(hidden_states))  # (B, N, H, K)
+        query = self.q_norm(query).transpose(1, 2)  # (B, H, N, K)
+        key = self.k_norm(key).transpose(1, 2)
+        value = value.transpose(1, 2)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
 
@@ -456,8 +460,10 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 f"attention_mask must have one entry per token, the class token included: shape "
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
-        create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-        mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache, no second sequence
+        mask = None
+        if attention_mask is not None or config.is_causal:  # while compiling, even no mask would become one
+            create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
+            mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache, no second sequence
         options: dict[str, Any] = {**kwargs, "attn_implementation": "eager"} if output_attentions else {**kwargs}
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads

@@ -1,8 +1,9 @@
-"""Faster forwards of the model's parts on a CPU, equal to the plain ones up to rounding.
+"""Faster forwards of the model's parts, equal to the plain ones up to rounding.
 
-Each function takes the place of a module's `forward`. It calls the plain one if something is not as it expects: an
+Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
 adapter, a hook, a quantized weight, a mask, another device, a compiler. It decides at every call, because adapters and
-hooks may come later. `attention_forward` and `mlp_forward` are for training, `layer_forward` is for inference.
+hooks may come later. `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference
+on a CPU, and `project` is for compiled layers on a GPU.
 """
 
 from collections.abc import Iterable
@@ -33,11 +34,19 @@ def attention_forward(
         return type(self).forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
     if torch.is_autocast_enabled("cpu"):  # which would cast the hidden states three times
         hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
-    weight = torch.cat([projection.weight for projection in projections])
-    bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in projections])
+    weight, bias = _joined(projections)
     joined = _linear(hidden_states, weight, bias, self.products)
     context = _attention(joined, self, position_embeddings)
     return _linear(context, self.o_proj.weight, self.o_proj.bias, self.products), None
+
+
+def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """Return `ViTScratchAttention.project`, with one product for query, key and value."""
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    if not _are_linear(projections):
+        return type(self).project(self, hidden_states)
+    weight, bias = _joined(projections)
+    return F.linear(hidden_states, weight, bias).chunk(3, dim=-1)
 
 
 def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -86,12 +95,19 @@ def layer_forward(
     return x if self.norm_first else norms[1](x), None
 
 
-def drop_path_forward(self: Any, branch: Tensor) -> Tensor:
-    """Return `ViTScratchDropPath.forward`, with the probability as a tensor: one compiled layer then serves all."""
-    if not self.training:
-        return branch
-    kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < self.keep_prob
-    return branch * (kept / self.keep_prob).to(branch.dtype)
+class DropPath(nn.Module):
+    """`ViTScratchDropPath`, with the probability as a tensor: one compiled layer then serves all."""
+
+    def __init__(self, drop_prob: float):
+        super().__init__()
+        self.drop_prob, self.keep_prob = drop_prob, torch.tensor(1 - drop_prob)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """Return the branch with some images dropped.  (B, N, D) -> (B, N, D)."""
+        if not self.training:
+            return branch
+        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < self.keep_prob
+        return branch * (kept / self.keep_prob).to(branch.dtype)
 
 
 def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddings) -> Tensor:
@@ -196,13 +212,19 @@ class _PackedWeights:
     """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
 
     def __init__(self, state: list[tuple[int, int]], linear: tuple[nn.Linear, ...], tokens: int):
-        self.state, (query, key, value, *others) = state, linear
-        weights = (torch.cat([layer.weight for layer in (query, key, value)]), *(layer.weight for layer in others))
-        self.bias = None if query.bias is None else torch.cat([layer.bias for layer in (query, key, value)])
+        weight, self.bias = _joined(linear[:3])
+        weights = (weight, *(layer.weight for layer in linear[3:]))
+        self.state = state
         self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
         return type(None), ()
+
+
+def _joined(linear: Iterable[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights and biases of linear layers with the same input as those of one layer."""
+    weights, biases = zip(*((layer.weight, layer.bias) for layer in linear), strict=True)
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
 def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:
@@ -217,13 +239,20 @@ def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> 
         or forward_ad._current_level >= 0
     ):
         return False
-    for module in linear:
-        weight = module.weight
-        if type(module) is not nn.Linear or type(weight) not in (nn.Parameter, Tensor) or weight.is_inference():
-            return False
-    for module in (*linear, *others):
-        state = module.__dict__
-        hooks = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
-        if hooks or state["_backward_pre_hooks"] or "forward" in state:
-            return False
-    return True
+    if not _are_linear(linear) or any(map(_is_watched, others)):
+        return False
+    return not any(module.weight.is_inference() for module in linear)
+
+
+def _are_linear(modules: Iterable[Any]) -> bool:
+    """Return whether these modules are nothing but linear layers, without adapters, hooks or quantized weights."""
+    return all(
+        type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and not _is_watched(module)
+        for module in modules
+    )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Return whether a module has hooks, or another library's forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)

@@ -24,13 +24,18 @@ from .hardware import can_compile
 
 ATTENTIONS = ("eager", "sdpa")
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
-# The faster forwards of each class of the model. Models loaded with remote code have classes of the same names.
-FORWARDS: dict[str, dict[str, Callable[..., Any]]] = {
-    "joined": {"ViTScratchAttention": fused.attention_forward},
-    "convolution": {"ViTScratchAttention": fused.attention_forward, "ViTScratchMLP": fused.mlp_forward},
-    "packed": {"ViTScratchLayer": fused.layer_forward},
+# The faster methods of each class of the model. Models loaded with remote code have classes of the same names.
+WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
+    "qkv": {"ViTScratchAttention": {"project": fused.project}},
+    "joined": {"ViTScratchAttention": {"forward": fused.attention_forward}},
+    "convolution": {
+        "ViTScratchAttention": {"forward": fused.attention_forward},
+        "ViTScratchMLP": {"forward": fused.mlp_forward},
+    },
+    "packed": {"ViTScratchLayer": {"forward": fused.layer_forward}},
 }
-CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(FORWARDS, ATTENTIONS)))
+METHODS = {method for classes in WAYS.values() for methods in classes.values() for method in methods.values()}
+CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(WAYS, ATTENTIONS)))
 TRAINING, INFERENCE = ("joined", "convolution"), ("packed",)
 SECONDS = 4.0  # for all measurements together; the last round may take longer
 SHARE_OF_RUN = 0.02  # of the time that the run will take
@@ -76,7 +81,8 @@ def optimize(
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
-    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it changes nothing.
+    repeats the choice of an earlier call of this process with the same sizes. Elsewhere nothing is measured: if it
+    compiles, it also joins query, key and value into one product.
     Parameters, their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
 
     For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
@@ -104,7 +110,7 @@ def optimize(
         choice, ratios = _choose(model, example_batch, training, bool(compile), images)
     elif choice == "plain":
         choice = attention
-    elif choice not in (attention, *CHOICES):
+    elif choice not in (attention, f"{attention}+qkv", *CHOICES):
         raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(CHOICES)}.")
     seconds = time.perf_counter() - start
     _apply(model, choice)
@@ -112,10 +118,10 @@ def optimize(
     can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
     compiled = bool(compile) and can
     layers = _layers(model) if compiled else []
+    different = len({layer.drop_path.drop_prob for layer in layers}) > 1
     for layer in layers:
-        if len({layer.drop_path.drop_prob for layer in layers}) > 1:
-            layer.drop_path.keep_prob = torch.tensor(1 - layer.drop_path.drop_prob)
-            layer.drop_path.forward = partial(fused.drop_path_forward, layer.drop_path)
+        if different:
+            layer.drop_path = fused.DropPath(layer.drop_path.drop_prob).train(layer.training)
         layer.compile(dynamic=False, **options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
 
@@ -134,13 +140,14 @@ def _apply(model: nn.Module, choice: str) -> None:
     """Make a model plain, and then what the choice says."""
     attention, _, way = choice.partition("+")
     for module in cast(Iterable[Any], model.modules()):
-        forward = vars(module).get("forward")
-        if getattr(forward, "func", None) in (fused.attention_forward, fused.mlp_forward, fused.layer_forward):
-            del module.forward, module.products, module.packed
-        faster = FORWARDS.get(way, {}).get(type(module).__name__)
+        ours = [name for name, method in vars(module).items() if getattr(method, "func", None) in METHODS]
+        for name in ("products", "packed", *ours) if ours else ():
+            delattr(module, name)
+        faster = WAYS.get(way, {}).get(type(module).__name__)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
-            module.forward = partial(faster, module)  # which can be copied and pickled
             module.products, module.packed = way, None
+            for name, method in faster.items():
+                setattr(module, name, partial(method, module))  # which can be copied and pickled
         if hasattr(module, "config"):
             module.config._attn_implementation = attention
 
@@ -173,6 +180,8 @@ def _choose(
 ) -> tuple[str, dict[str, float]]:
     """Return the fastest choice, and the time of each relative to the plain model, if they were measured."""
     plain = cast(str, model.config._attn_implementation)
+    if compile and example_batch.device.type != "cpu":
+        return f"{plain}+qkv", {}
     names = _candidates(example_batch.device, plain, training, compile)
     if not names or not images:
         return plain, {}
