@@ -20,7 +20,7 @@ from hf_vit_scratch.speed import fused
 from hf_vit_scratch.speed.optimize import optimize
 
 PIXELS = torch.empty(3, 3, 16, 24)
-TRAINING = ["eager+joined", "sdpa+joined", "eager+convolution", "sdpa+convolution"]
+TRAINING = ["sdpa+qkv", "eager+joined", "sdpa+joined", "eager+convolution", "sdpa+convolution"]
 INFERENCE = ["eager+packed", "sdpa+packed"]
 STYLES = pytest.mark.parametrize(
     "fields",

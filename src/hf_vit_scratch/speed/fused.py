@@ -1,9 +1,9 @@
 """Faster forwards of the model's parts, equal to the plain ones up to rounding.
 
 Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
-adapter, a hook, a quantized weight, a mask, another device, a compiler. It decides at every call, because adapters and
-hooks may come later. `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference
-on a CPU, and `project` is for compiled layers on a GPU.
+adapter, a hook, a quantized weight. It decides at every call, because adapters and hooks may come later.
+`attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there; a mask,
+another device or a compiler makes them plain, too. `project` is for compiled layers on a GPU.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def attention_forward(
 
 
 def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Return `ViTScratchAttention.project`, with one product for query, key and value."""
+    """Return `ViTScratchAttention.project`, three times (B, N, D), with one product for query, key and value."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
     if not _are_linear(projections):
         return type(self).project(self, hidden_states)

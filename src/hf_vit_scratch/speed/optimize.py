@@ -81,9 +81,9 @@ def optimize(
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
-    repeats the choice of an earlier call of this process with the same sizes. Elsewhere nothing is measured: if it
-    compiles, it also joins query, key and value into one product.
-    Parameters, their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
+    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing: compiled
+    layers get query, key and value from one product, and others stay as they are. Parameters, their names, hooks,
+    adapters and exports work as before. In a distributed run, all processes call it.
 
     For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
     without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
