@@ -92,6 +92,9 @@ def test_resolved_recipe_holds_what_was_given_and_reproduces_it(parse, tmp_path)
     [
         (["cifar10_cpu", "--learning_rate", "1e-3"], "muon_learning_rate"),
         (["your_images", "--lr_scheduler_type", "cosine"], "lr_scheduler_kwargs"),
+        (["your_images", "--qk_norm", "true"], "local_attention"),
+        (["your_images", "--qkv_bias", "false"], "local_attention"),
+        (["your_images", "--position_embedding_type", "learned"], "local_attention"),
     ],
 )
 def test_flag_replaces_what_the_recipe_sets_beside_it(argv, name):
@@ -108,6 +111,18 @@ def test_flag_that_changes_nothing_replaces_nothing(value):
 
     assert recipe.left_out == ([] if value != "null" else ["lr_scheduler_kwargs"])
     assert "model" not in recipe.settings
+
+
+def test_flag_at_its_default_replaces_nothing():
+    _, recipe = parse_recipe(["your_images", "--qk_norm", "false", "--qkv_bias", "true"])
+
+    assert recipe.left_out == []
+
+
+def test_muon_takes_its_settings_with_it():
+    _, recipe = parse_recipe(["your_images", "--muon", "false"])
+
+    assert recipe.left_out == ["muon_learning_rate", "muon_beta2"]
 
 
 def test_flags_that_belong_together_can_be_given_together():

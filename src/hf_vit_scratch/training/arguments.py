@@ -76,6 +76,10 @@ RECIPE_MODEL = ARCHITECTURE | {
 BELONGS_TO = {
     "learning_rate": {"muon_learning_rate"},
     "lr_scheduler_type": {"lr_scheduler_kwargs"},
+    "muon": {"muon_learning_rate", "muon_beta2"},
+    "position_embedding_type": {"local_attention"},
+    "qkv_bias": {"local_attention"},
+    "qk_norm": {"local_attention"},
     "model": {
         "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
         "initial_image_size", "initial_image_size_fraction",

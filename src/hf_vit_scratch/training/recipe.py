@@ -18,6 +18,7 @@ from .arguments import (
     ARCHITECTURE,
     ARGUMENT_TYPES,
     BELONGS_TO,
+    DEFAULTS,
     RECIPE_MODEL,
     Arguments,
     ModelArguments,
@@ -120,7 +121,8 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     values = _explicit(parser, names, recipe_argv, str(recipe_path))
-    changed = [name for name, value in flags.items() if value not in (None, values.get(name))]
+    without = DEFAULTS | ViTScratchConfig().to_dict() | values
+    changed = [name for name, value in flags.items() if value not in (None, without.get(name))]
     replaced = set().union(*(BELONGS_TO.get(name, ()) for name in changed))
     replaced |= RECIPE_MODEL if is_starting_model(flags.get("model")) else set()
     recipe.left_out = [name for name in given if name in replaced and name not in flags]
