@@ -143,7 +143,7 @@ class BatchedMuon(torch.optim.Muon):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if closure is not None or any(isinstance(parameter, DTensor) for parameter in parameters):
             if self._beta2 is not None:
-                raise UserError("muon_beta2 needs whole matrices, not those that FSDP spreads. Give --muon_beta2 null.")
+                raise UserError("muon_beta2 needs whole matrices, but FSDP spreads them. Give --muon_beta2 null.")
             return super().step(closure)
         for group in self.param_groups:
             by_shape: dict[Any, list[Tensor]] = {}
