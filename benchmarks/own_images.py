@@ -14,8 +14,8 @@ benchmark can be stopped and continued. Delete results of an older commit. `tabl
   defaults of transformers' example script for image classification: AdamW at 5e-5, linear decay, batches of 8, random
   resized crops and flips.
 
-The two of timm get our data path, bf16 where it is fast, label smoothing, and exactly the augmentation and mixing that `ours` chose
-for the data set, in the same parts of the training. Every method gets the same splits.
+The two of timm get our data path, bf16 where it is fast, label smoothing, and exactly the augmentation and mixing that
+`ours` chose for the data set, in the same parts of the training. Every method gets the same splits.
 """
 
 import argparse

@@ -59,6 +59,14 @@ def test_stage_that_nobody_chose_is_the_last_one_also_of_fewer_layers(tmp_path):
     assert AutoBackbone.from_config(config).out_features == ["stage2"]
 
 
+def test_configuration_of_a_backbone_can_be_used_again():
+    config = ViTScratchConfig(**SIZES)
+    ViTScratchBackbone(config)
+    config.num_hidden_layers = 2
+
+    assert ViTScratchBackbone(config).out_features == ["stage2"]
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -179,6 +179,25 @@ def test_masked_patches_have_no_influence(attn_implementation, pooling, use_cls_
     assert not torch.equal(model(pixel_values).pooler_output, before.pooler_output)
 
 
+def test_boolean_mask_of_pairs_means_the_same_in_eager_attention(pixel_values):
+    mask = torch.rand(3, 1, 13, 13) > 0.5
+    mask[..., 0] = True  # every token sees one
+    model = tiny_model(attn_implementation="sdpa")
+
+    outputs = model(pixel_values, attention_mask=mask, output_attentions=True)
+
+    assert_equal(outputs.last_hidden_state, model(pixel_values, attention_mask=mask).last_hidden_state)
+    assert torch.stack(outputs.attentions)[:, ~mask.expand(3, 4, 13, 13)].max() == 0
+
+
+def test_mask_of_fractions_is_a_mask_in_pooling_too(pixel_values):
+    model = tiny_model(pooling="mean")
+
+    outputs = model(pixel_values, attention_mask=torch.full((3, 12), 0.01))
+
+    assert_equal(outputs.pooler_output, model(pixel_values).pooler_output)
+
+
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_image_with_everything_masked_is_finite(attn_implementation, pixel_values):
     model = tiny_model(attn_implementation=attn_implementation, pooling="mean", norm_first=True)
@@ -835,8 +854,18 @@ def test_encoder_loads_out_of_a_classifier(tmp_path, pixel_values):
     encoder, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
 
     assert type(encoder) is ViTScratchModel
-    assert not any(report.values())
+    assert not any(report.values())  # the head is left behind without a word
     assert torch.equal(encoder(pixel_values).pooler_output, model.vit(pixel_values).pooler_output)
+
+
+def test_classifier_that_loses_its_hidden_layer_is_reported(tmp_path):
+    tiny_model(ViTScratchForImageClassification, classifier_hidden_size=32).save_pretrained(tmp_path)
+
+    _, report = ViTScratchForImageClassification.from_pretrained(
+        tmp_path, classifier_hidden_size=None, output_loading_info=True
+    )
+
+    assert report["unexpected_keys"] == {"pre_logits.0.weight", "pre_logits.0.bias"}
 
 
 @POSITIONS

@@ -52,12 +52,15 @@ def eager_attention_forward(
     """Return scaled dot-product attention, softmax(q k^T * scaling) v, and its weights; [2] eq. 1.
 
     Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and weights (B, H, N, N). Row i of the weights
-    says how much token i takes from each token. `attention_mask` is added to the scores.
+    says how much token i takes from each token. `attention_mask` is True for tokens to attend to, or a number that is
+    added to the scores.
     """
-    scores = query * scaling @ key.transpose(-2, -1)  # (B, H, N, N)
-    if attention_mask is not None:
+    scores = (query * scaling) @ key.transpose(-2, -1)  # (B, H, N, N)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
         scores = scores + attention_mask
-    attn_weights = scores.softmax(dim=-1).to(query.dtype)  # autocast gives float32
+    attn_weights = scores.softmax(dim=-1).to(query.dtype)  # under autocast, softmax returns float32
     attn_weights = F.dropout(attn_weights, p=dropout, training=module.training)
     return (attn_weights @ value).transpose(1, 2), attn_weights
 
@@ -67,7 +70,7 @@ def rope2d_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the axial rotary position embedding: two (N, K / 2), on the device of `like`.
 
-    Patch centers have coordinates in [-1, 1], so that another image size keeps their meaning. The first half of the
+    Patch centers have coordinates in (-1, 1), so that another image size keeps their meaning. The first half of the
     K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
     The class token is not turned. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
     et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
@@ -76,8 +79,8 @@ def rope2d_cos_sin(
     y, x = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
     exponents = torch.arange(head_dim // 4, device=like.device, dtype=dtype) * (4 / head_dim)
     frequencies = 2 * torch.pi / 100.0**exponents  # (K / 4,)
-    y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)
-    x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)
+    y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)  # (rows, 1, K / 4) -> (rows, cols, K / 4)
+    x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)  # (1, cols, K / 4) -> (rows, cols, K / 4)
     angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
     angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
     return angles.cos(), angles.sin()
@@ -112,7 +115,7 @@ class ViTScratchAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm: the scores are bounded by its weights.
+        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, here by RMSNorm, whose weights bound the scores.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -159,9 +162,10 @@ class ViTScratchMLP(nn.Module):
 
 
 class ViTScratchDropPath(nn.Module):
-    """Stochastic depth: in training, drop a residual branch for whole images; after Huang et al., arXiv 1603.09382.
+    """Stochastic depth: in training, drop a residual branch for whole images.
 
-    (B, N, D) -> (B, N, D). A kept branch is divided by the probability of keeping it, so its expected value stays.
+    (B, N, D) -> (B, N, D). After Huang et al. 2016, https://arxiv.org/abs/1603.09382. A kept branch is divided by the
+    probability of keeping it, so its expected value stays.
     """
 
     def __init__(self, drop_prob: float):
@@ -172,7 +176,8 @@ class ViTScratchDropPath(nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return branch
         keep_prob = 1 - self.drop_prob
-        return branch * branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep_prob) / keep_prob
+        is_kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep_prob)
+        return branch * is_kept / keep_prob
 
 
 class ViTScratchLayer(GradientCheckpointingLayer):
@@ -187,7 +192,7 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         self.norm_first = config.norm_first
         self.attention = ViTScratchAttention(config)
         self.mlp = ViTScratchMLP(config)
-        # Named as in transformers' ViT, for its weights. Under post-LN each norm comes after its branch.
+        # Names of transformers' ViT, so that its weights load. Under post-LN both come after their branch.
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -231,7 +236,8 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
                 "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
-        shape, channels, (patch_height, patch_width) = pixel_values.shape, self.projection.in_channels, self.patch_size
+        shape, channels = pixel_values.shape, self.projection.in_channels
+        patch_height, patch_width = self.patch_size
         fits = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
         if not fits or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
             raise ValueError(
@@ -335,7 +341,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _input_embed_layer = "patch_embeddings"
     # A model that starts from another one's weights leaves the other one's head behind.
-    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"]
+    _keys_to_ignore_on_load_unexpected = {r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"}
 
     def __init__(self, config: ViTScratchConfig, *args: Any, **kwargs: Any):
         config.validate()  # fields can be set after construction, by from_pretrained among others
@@ -343,14 +349,17 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Set what no file held: truncated normal weights and tokens, zero biases, norms of one and zero."""
+        """Set what no file held: normal weights and tokens, zero biases, norms of one and zero.
+
+        transformers' `trunc_normal_` truncates at 2, which is beyond any draw.
+        """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ViTScratchEmbeddings):
-            # Children come first: this draw replaces that of the convolution, which came above.
+            # The convolution came before, as any other. Its weight is drawn again, at a scale of its own.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             for token in (module.cls_token, module.mask_token):
@@ -370,7 +379,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a saved model as transformers does, from safetensors only, because a pickle could run code.
 
-        With another size, `from_pretrained(folder, image_size=[256, 320])`, the positions are interpolated.
+        With another size, `from_pretrained(folder, image_size=[256, 320])`, the positions are interpolated, unless
+        `patch_size` is given, too.
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
@@ -378,7 +388,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             image_size = kwargs.pop("image_size", None)
         elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
             fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
-            saved = type(config).from_dict(fields) if fields else config  # an adapter has none
+            saved = type(config).from_dict(fields) if fields else config  # an adapter's folder has no config.json
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
                 image_size, config = config.image_size, copy.deepcopy(config)
                 config.image_size = saved.image_size
@@ -390,7 +400,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
-        """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions."""
+        """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions.
+
+        Fixed positions, too, so that a place in the image keeps its meaning.
+        """
         config = copy.copy(self.config)
         config.image_size = image_size
         config.validate()
@@ -406,7 +419,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     Outputs:
         last_hidden_state: (B, N, D), after pre-LN's final LayerNorm; with `fc_norm`, before it.
         pooler_output: (B, D), what the classifier reads: the class token of `last_hidden_state`, or the mean of its
-            patch tokens; with `fc_norm`, then normalized. transformers' ViT has a trained layer here.
+            patch tokens; with `fc_norm`, then normalized. transformers' ViT has a trained layer here. Under
+            `is_causal`, the class token sees no patch: use `pooling="mean"`.
         hidden_states: The embeddings and each layer's output, (B, N, D), before the final LayerNorm.
         attentions: Each layer's weights, (B, H, N, N).
     """
@@ -420,7 +434,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             for depth in range(config.num_hidden_layers)
         )
         norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.layernorm = norm if config.norm_first else nn.Identity()  # pre-LN's stream is unnormalized; [1] eq. 4
+        self.layernorm = norm if config.norm_first else nn.Identity()  # [1] eq. 4
         self.post_init()
 
     @can_return_tuple
@@ -436,35 +450,38 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: (B, C, height, width), normalized, of any size that the patch size divides.
-            attention_mask: (B, N), 1 for tokens to attend to, 0 for others; by default none. A mean pooling leaves
-                them out, too. Or (B, 1, N, N), which goes to the attention function as it is.
+            pixel_values: (B, C, height, width), normalized, of any size that the patch size divides. Unlike in
+                transformers' ViT, positions are interpolated without asking.
+            attention_mask: (B, N), 1 for tokens to attend to and 0 for others, which mean pooling leaves out, too. Or
+                (B, 1, N, N), True for pairs to attend to, or a number that is added to the scores; such a mask
+                replaces `is_causal`.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`, for which this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
             kwargs: Passed on to the attention function.
 
         Raises:
-            TypeError, ValueError: The pixels or a mask have a wrong type or shape, or there is no mask token.
+            TypeError, ValueError: The pixels have a wrong type or shape, a mask has a wrong shape, or there is no mask
+                token.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
-        if output_attentions:  # only eager attention gives its weights
+        options: dict[str, Any] = {**kwargs}
+        if output_attentions:  # only eager attention gives its weights; masks read it in the config, layers in options
             config = copy.copy(config)
-            config._attn_implementation = "eager"
+            config._attn_implementation = options["attn_implementation"] = "eager"
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have one entry per token, the class token included: shape "
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
         mask = None
-        if attention_mask is not None or config.is_causal:  # while compiling, even no mask would become one
+        if attention_mask is not None or config.is_causal:  # while compiling, transformers makes a mask even of None
             create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-            mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache, no second sequence
-        options: dict[str, Any] = {**kwargs, "attn_implementation": "eager"} if output_attentions else {**kwargs}
+            mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
@@ -495,7 +512,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         patches = last_hidden_state[:, self.config.num_prefix_tokens :]
         if attention_mask is None or attention_mask.ndim != 2:
             return patches.mean(dim=1)
-        weights = attention_mask.to(patches)[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
+        weights = attention_mask.bool()[:, self.config.num_prefix_tokens :, None].to(patches)  # (B, rows * cols, 1)
         # An image whose patches are all masked has no mean: zeros, not NaN.
         return (patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
@@ -512,7 +529,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
     more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
-    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy.
+    default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy: unlike in
+    transformers, labels of floats choose no other loss.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)
@@ -523,7 +541,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     def __init__(self, config: ViTScratchConfig):
         if config.problem_type is None and config.num_labels == 1:
-            config.problem_type = "regression"  # pipelines would take it for a probability
+            config.problem_type = "regression"  # or a pipeline would make a probability of the number
         super().__init__(config)
         if config.is_causal and config.pooling == "cls":
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
@@ -536,6 +554,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             self.pre_logits = nn.Sequential(nn.Linear(config.hidden_size, width), ACT2FN[config.classifier_act])
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
+        # The hidden layer of its own head must not be left behind without a word.
+        self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
     def forward(
@@ -590,7 +610,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         if config.fc_norm:
             raise ValueError("fc_norm=True leaves the tokens that are decoded without their norm: use fc_norm=False.")
         self.vit = ViTScratchModel(config, use_mask_token=True)
-        # One matrix product per patch. In a Sequential for transformers' parameter names.
+        # One matrix product per patch. In a Sequential, so that parameters have transformers' names.
         num_values = config.num_channels * math.prod(config.patch_height_width)
         self.decoder = nn.Sequential(nn.Conv2d(config.hidden_size, num_values, kernel_size=1))
         self.post_init()
@@ -608,8 +628,8 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         patch_height, patch_width = self.config.patch_height_width
         patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
         patches = self.decoder(patches.transpose(1, 2).unflatten(2, grid))  # (B, C * patch pixels, rows, cols)
-        patches = patches.unflatten(1, (self.config.num_channels, patch_height, patch_width))
-        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)  # (B, C, height, width)
+        patches = patches.unflatten(1, (-1, patch_height, patch_width))  # (B, C, patch height and width, rows, cols)
+        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).reshape(pixel_values.shape)  # rows beside patch height
 
         loss = None
         if bool_masked_pos is not None:
@@ -632,12 +652,13 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
     """
 
     def __init__(self, config: ViTScratchConfig):
+        config = copy.deepcopy(config)
         config.set_output_features_output_indices(config.out_features, None)  # so that the default is saved, too
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
     @can_return_tuple
-    @filter_output_hidden_states
+    @filter_output_hidden_states  # asks for hidden states, and takes them out of the output of who did not
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
