@@ -974,6 +974,30 @@ def test_large_photographs_are_decoded_once_and_kept_small(image_processor, phot
     assert dataset.sample(2, seed=0, stage=0)["pixel_values"].shape == (2, 3, 16, 24)
 
 
+def test_images_are_kept_as_large_as_the_largest_stage(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    transform = BatchTransform(image_processor, [Augmentation((32, 48)), None])  # the model's images are 16x24
+    kept, decoded = (ImageClassificationDataset(rows, transform) for _ in range(2))
+
+    kept.keep_decoded(torch.device("cpu"))
+
+    assert torch.equal(kept[Sample(0, 0, 1)]["pixel_values"], decoded[Sample(0, 0, 1)]["pixel_values"])
+
+
+def test_images_decoded_at_reduced_size_are_cached_apart(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    rows = photographs_in_files(tmp_path, photographs)
+    reduced, whole = (
+        ImageClassificationDataset(rows, BatchTransform(image_processor, [stage]), cache_images=True)
+        for stage in (Augmentation((16, 24)), None)
+    )
+
+    for dataset in (reduced, whole):
+        dataset.keep_decoded(torch.device("cpu"))
+
+    assert reduced._kept != whole._kept
+
+
 def test_images_are_cached_in_a_file_until_they_change(image_processor, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
     rows = photographs_in_files(tmp_path, photographs)

@@ -380,8 +380,8 @@ def test_ctrl_c_reaches_the_caller_once_the_checkpoint_is_saved(tmp_path):
 def test_stop_within_an_epoch_saves_once_and_does_not_evaluate(tmp_path):
     saved = []
     trainer = make_trainer(tmp_path, save_strategy="epoch", eval_strategy="epoch")
-    finish = trainer.finish_checkpoint
-    trainer.finish_checkpoint = lambda: (saved.append(trainer.state.global_step), finish())
+    finish = trainer.close_checkpoint
+    trainer.close_checkpoint = lambda: (saved.append(trainer.state.global_step), finish())
     trainer.add_callback(At(1, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
 
     trainer.train()  # three steps in an epoch; the signal is heeded at the next one
@@ -435,6 +435,14 @@ def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(
 def test_other_arguments_than_ours_are_refused(args):
     with pytest.raises(UserError, match=r"args must be ViTTrainingArguments, got (NoneType|TrainingArguments)\."):
         ViTTrainer(model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args=args)
+
+
+def test_images_of_several_stages_need_a_function_that_says_when_they_begin(tmp_path):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**TINY))
+    args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False)
+
+    with pytest.raises(UserError, match="several training stages: give stage, the second result of training_stages"):
+        ViTTrainer(model=model, args=args, train_dataset=mixed_digits()[0])
 
 
 def test_layers_of_a_new_model_are_compiled_too(tmp_path, monkeypatch):

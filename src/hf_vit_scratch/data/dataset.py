@@ -56,7 +56,7 @@ class BatchTransform:
     Args:
         image_processor: Resizes and normalizes.
         stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
-        mixing: Makes the targets of training. Which stages mix says their augmentation.
+        mixing: Makes the targets of training. `Augmentation.mixes` says whether a stage mixes.
         seed: Seed of augmentation and mixing.
 
     Raises:
@@ -80,16 +80,21 @@ class BatchTransform:
         return (size["height"], size["width"]) if augmentation is None else augmentation.image_size
 
     def kept_size(self) -> tuple[int, int]:
-        """Return the height and width of images that are kept: the model's, or larger if parts are cut from them."""
+        """Return the height and width of images that are kept: the largest, or more if parts are cut from them."""
         crops = any(stage is not None and stage.random_resized_crop_scale for stage in self.stages)
-        height, width = self.image_size(None)
+        sizes = [self.image_size(stage) for stage in (None, *range(len(self.stages)))]
+        height, width = (max(lengths) for lengths in zip(*sizes, strict=True))
         return (round(KEPT_FOR_CROPS * height), round(KEPT_FOR_CROPS * width)) if crops else (height, width)
 
+    @property
+    def enough(self) -> int | None:
+        """Pixels per side to which `decode_image` may reduce a large image."""
+        # Without augmentation the pixels must be exactly those of a pipeline.
+        return 2 * max(self.kept_size()) if any(self.stages) else None
+
     def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
-        """Decode an image as in `decode_image`: uint8 (3, height, width), for training reduced if it is large."""
-        # Without stages, the pixels are those of a pipeline.
-        image = decode_image(row, name, enough=2 * max(self.kept_size()) if any(self.stages) else None)
-        return TF.pil_to_tensor(image)
+        """Decode an image by `decode_image`: uint8 (3, height, width)."""
+        return TF.pil_to_tensor(decode_image(row, name, enough=self.enough))
 
     def resize(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
@@ -107,8 +112,7 @@ class BatchTransform:
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
         """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
-        seeds, numbers = np.full((2, len(keys)), [[self.seed], [number]], np.uint64)
-        return SampleRNG(np.column_stack((seeds, keys, numbers)))
+        return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
     def normalize(self, images: Tensor) -> Tensor:
         """Rescale and normalize pixels as the image processor does, but a whole batch on its device."""
@@ -118,8 +122,8 @@ class BatchTransform:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Turn a batch of `ImageClassificationDataset` into the model's inputs, without `keys` and `stage`.
 
-        `pixel_values` are float (B, 3, height, width). `labels` are targets of `targets.py`, in training also those of
-        `Mixup`.
+        `pixel_values` are float (B, 3, height, width). `labels` are targets of `targets.py`; in training, `Mixup` may
+        make class probabilities of them.
         """
         batch = dict(batch)
         keys, stage = batch.pop("keys"), batch.pop("stage")
@@ -136,11 +140,12 @@ class BatchTransform:
 
 
 class ImageClassificationDataset(torch.utils.data.Dataset):
-    """Rows of a dataset in batches of decoded images, which `batch_transform` makes the model's inputs.
+    """Rows of a dataset in batches of decoded images, which `batch_transform` then turns into the model's inputs.
 
     A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, targets of
     `targets.py`; `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training,
-    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the process.
+    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the process. For a subset, take some
+    of the rows: `torch.utils.data.Subset` hides `batch_transform`.
 
     Args:
         rows: A split of `load_splits`, or other rows with a column `image` and a column `label` as in `targets.py`.
@@ -164,7 +169,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def _kept_size(self) -> tuple[int, int]:
-        """Return the height and width of kept images: their own if all are alike and small, or `BatchTransform`'s."""
+        """Return the height and width of kept images: their own if it is one and small, or `BatchTransform`'s."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
         for (w, h), _ in map_images(lambda index, row: size_and_mode(row, f"image {index}"), self.rows):
@@ -176,8 +181,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def keep_decoded(self, device: torch.device) -> bool:
         """Decode all images once and keep them, if they fit; return whether they are in memory.
 
-        They fit if they take up at most `DECODED_BYTES_KEPT`, and are on the device of the first call if it has room.
-        More are kept in a file, if `cache_images` is set. An image that cannot be decoded is a `UserError`.
+        They fit if they take up at most `DECODED_BYTES_KEPT`. They are then kept on the device of the first call, or
+        on the CPU if it has no room. More are kept in a file, if `cache_images` is set. An image that cannot be
+        decoded is a `UserError`.
         """
         if self._is_in_memory is None:
             height, width = self._kept_size()
@@ -195,7 +201,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             elif self.cache_images:
                 self._kept = self._keep_in_file(shape)
                 place = f"kept in {self._kept}"
-            if any(self.batch_transform.stages):  # one line for the training images is enough
+            if any(self.batch_transform.stages):  # log the training images only
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
         return self._is_in_memory
@@ -203,10 +209,10 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
         """Decode all images into a file, unless an earlier run did.
 
-        The file is in the cache of `datasets`. Its name follows from the shape, the filter of resizing, and the
-        encoded images of the rows, or the paths, sizes and times of their files.
+        The file is in the cache of `datasets`. Its name follows from the shape, the filter of resizing, how far
+        large images are reduced, and the encoded images of the rows, or the paths, sizes and times of their files.
         """
-        digest = hashlib.sha256(repr((shape, self.image_processor.resample)).encode())
+        digest = hashlib.sha256(repr((shape, self.image_processor.resample, self.batch_transform.enough)).encode())
         for identity in map_images(lambda index, row: _identity(row), self.rows.select_columns("image")):
             digest.update(identity)
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
@@ -245,7 +251,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
-        """Return a whole batch, for which the data loader asks if it can."""
+        """Return the batch of these rows, as a data loader asks for it."""
         if get_worker_info() is not None:
             set_up_worker_process()
         samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=None, row=key) for key in keys]
@@ -265,16 +271,17 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return self.batch_transform.crop(image[None], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
-        """Return up to `size` random images as the model's inputs.
+        """Return up to `size` random images as the model's inputs, with the labels of training.
 
-        By default they are not augmented: the last of the stages of `training_stages` has no augmentation.
+        By default, they are in the last stage, which has no augmentation in `training_stages`.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
 
 
 def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
-    """Return kept images (B, 3, height, width), on their device. Each process, and each worker, maps a file anew."""
+    """Return kept images (B, 3, height, width), on their device."""
+    # A file is mapped anew by each call; "c" lets torch have the pages without ever writing them back.
     images = torch.from_numpy(np.load(kept, mmap_mode="c")) if isinstance(kept, Path) else kept
     places = torch.tensor(indices).to(images.device, non_blocking=True)
     return images.index_select(0, places).permute(0, 3, 1, 2)

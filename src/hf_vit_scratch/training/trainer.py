@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.dataset import ImageClassificationDataset, collate
@@ -44,7 +43,7 @@ from .optimizers import RESOLUTION, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
 
-SLOW_EMA = 0.1  # share of the first weights in the average at the end
+SLOW_EMA = 0.1  # share of the first weights in the average at the end, above which we warn
 
 
 class _Hooks(TrainerCallback):
@@ -59,14 +58,14 @@ class _Hooks(TrainerCallback):
         if trainer.resumed_checkpoint is not None:
             checkpoint, minutes = trainer.resumed_checkpoint, trainer.clock.minutes
             logger.info("Continues from %s, after %.1f minutes of training.", checkpoint, minutes)
-        state.compute_steps(args, state.max_steps)  # a resumed run would keep those of its checkpoint
+        state.compute_steps(args, state.max_steps)  # those given now count, not the checkpoint's
         if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             skipped = 0 if args.ignore_data_skip else state.global_step
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
         if state.best_global_step and not (state.best_model_checkpoint and Path(state.best_model_checkpoint).is_dir()):
-            # The run was renamed.
+            # The folder of the run was moved.
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best.is_dir() else None
         if args.ema_decay is not None and args.ema_decay**state.max_steps > SLOW_EMA:
@@ -76,7 +75,7 @@ class _Hooks(TrainerCallback):
             )  # fmt: skip
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
-            # `restore_callback_states_from_checkpoint` would also bring back the stop that a signal caused.
+            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
             saved = state.stateful_callbacks.setdefault(name, new)["attributes"]
             vars(trainer.early_stopping).update(saved)
@@ -84,7 +83,7 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
-        if self.trainer.sampler is not None:
+        if self.trainer.sampler is not None:  # the stock Trainer forgets it when several processes resume
             self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -94,19 +93,19 @@ class _Hooks(TrainerCallback):
         trainer.clock.update(state, control)
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
-        # The log comes before an evaluation and a checkpoint, and refuses a loss that is not finite.
+        # Log first, so that `LossWatch` sees a loss that is not finite before it is evaluated or saved.
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After a signal, `on_step_end` has saved already. Save again only to keep the result of an epoch's evaluation.
-        # A finished run that is resumed makes no step, so it neither evaluates nor saves.
+        # A finished run that is resumed has not started: it neither evaluates nor saves.
         if self.trainer.stopped or not self.trainer.has_started:
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
             control.should_save = control.should_evaluate
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.finish_checkpoint()
+        self.trainer.close_checkpoint()
         self.trainer.restart_throughput()
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,7 +119,7 @@ class _Hooks(TrainerCallback):
 
 
 class ViTTrainer(Trainer):
-    """The stock `Trainer` with what the best recipes need, exact losses, and exact resumption.
+    """The stock `Trainer` with what the best recipes need, losses in which images count alike, and exact resumption.
 
     Added: the optimizers of `optimizers.py`, a moving average of the weights (`EMA`), training for a given time
     (`Clock`), a stop at SIGTERM or Ctrl-C (`GracefulStop`), complete checkpoints (`checkpointing.py`), the training
@@ -129,7 +128,8 @@ class ViTTrainer(Trainer):
     Args:
         model, args, others, kwargs: As for the stock Trainer, but `args` must be `ViTTrainingArguments`.
         data_collator: Gets a whole batch of `ImageClassificationDataset`, not rows.
-        stage: Function from the share of training that is done, 0 to 1, to the index of the training stage.
+        stage: Function from the share of training that is done, 0 to 1, to the index of the training stage: the second
+            result of `training_stages`. Not needed if there is only one.
     """
 
     args: ViTTrainingArguments
@@ -142,7 +142,7 @@ class ViTTrainer(Trainer):
         args: ViTTrainingArguments | None = None,
         data_collator: Any = None,
         *others: Any,
-        stage: Callable[[float], int] = lambda progress: 0,
+        stage: Callable[[float], int] | None = None,
         **kwargs: Any,
     ):
         if not isinstance(args, ViTTrainingArguments):
@@ -153,7 +153,10 @@ class ViTTrainer(Trainer):
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
         if self.args.ema_decay is not None and self.is_fsdp_enabled:
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
-        self.stage = stage
+        stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
+        if stage is None and len(stages) > 1:
+            raise UserError("There are several training stages: give stage, the second result of training_stages.")
+        self.stage = stage or (lambda progress: 0)
         self.sampler: EpochSampler | None = None
         self.ema: EMA | None = None
         self.clock = Clock(self.args)
@@ -165,7 +168,7 @@ class ViTTrainer(Trainer):
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
         self._images_in_step = 0
-        self._images, self._logged_time = 0, 0.0  # images since the last log, and when that was
+        self._images, self._counted_since = 0, 0.0  # see `restart_throughput`
         self.speed = self.optimize_model(self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
@@ -174,7 +177,7 @@ class ViTTrainer(Trainer):
             self.add_callback(self.early_stopping)
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(self.clock))
-        if self.is_fsdp_enabled:  # it warns at each step of in-place changes, which we do not make
+        if self.is_fsdp_enabled:  # FSDP2 warns at each step of in-place changes, which we do not make
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
     # Training
@@ -188,15 +191,18 @@ class ViTTrainer(Trainer):
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self.has_started = self.stopped = False
-        self.graceful_stop.signal = self.early_stopping.early_stopping_patience_counter = 0
+        self.graceful_stop.signal = 0
+        self.early_stopping.early_stopping_patience_counter = 0
         self.ema, self._unfinished_checkpoint = None, None
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        for dataset in (self.train_dataset, *(evaluated.values() if self.args.eval_strategy != "no" else ())):
+        datasets: list[Any] = [self.train_dataset]
+        if self.args.eval_strategy != "no":
+            datasets += self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for dataset in datasets:
             if isinstance(dataset, ImageClassificationDataset):
                 dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
         keep_freed_memory()
-        # The stock Trainer would delete old checkpoints before the new one is complete. `finish_checkpoint` waits.
+        # The stock Trainer would delete old checkpoints before the new one is complete. `close_checkpoint` waits.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             with self.graceful_stop.listening():
@@ -204,14 +210,14 @@ class ViTTrainer(Trainer):
         except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
             self.stopped = False
             raise
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch.save
             if self._unfinished_checkpoint is None or "No space left" not in str(error):
                 raise
             if self.args.should_save:
                 delete_checkpoint(self._unfinished_checkpoint)
             last = describe_last_checkpoint(self.args.output_dir)
             raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
-        finally:  # also after an exception
+        finally:
             self.args.save_total_limit = self._save_total_limit
             if self.ema is not None:
                 self.ema.swap(self.model)
@@ -220,15 +226,41 @@ class ViTTrainer(Trainer):
             raise KeyboardInterrupt
         return output
 
+    def optimize_model(self, choice: str) -> Optimization | None:
+        """Make the model fast for training on this machine; models of other libraries stay as they are."""
+        model, args = self.model, self.args
+        if not hasattr(getattr(model, "config", None), "image_height_width"):
+            return None
+        compile_options: dict[str, Any] = {}
+        if args.torch_compile:
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
+            compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps  # of this process
+        if args.max_steps <= 0:
+            rows: Any = self.train_dataset or ()
+            images = args.num_train_epochs * len(rows) / args.world_size
+        pixels = example_batch_for(model, args.train_batch_size).to(args.device)
+        with self.accelerator.autocast():
+            speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
+        if compile_options and not speed.compiled:
+            logger.warning(
+                "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt "
+                "install g++ python3-dev). Training continues without it, and takes longer."
+            )
+        return speed
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates."""
+        """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates.
+
+        It is for `self.model`; `model`, the same in a wrapper, is not used.
+        """
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = build_optimizer(self.model, self.args, *chosen)
-        return super().create_optimizer(model)
+        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Create the stock schedule. With `max_train_minutes` it follows the clock if that is ahead."""
+        """Create the stock schedule. With `max_train_minutes` it follows the time or the steps, whichever is ahead."""
         if self.args.max_train_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         return follow_progress(super().create_scheduler(RESOLUTION, optimizer), lambda: self.clock.progress)
@@ -263,7 +295,7 @@ class ViTTrainer(Trainer):
             self.args.dataloader_drop_last = drop_last
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # Decoded images become the model's inputs on the model's device, those of training in its training mode.
+        # Decoded images become the model's inputs on its device, by the transform of the dataset that they come from.
         inputs = super()._prepare_inputs(inputs)
         evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
         dataset: Any = self.train_dataset if self.model.training else evaluated
@@ -272,31 +304,31 @@ class ViTTrainer(Trainer):
         return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        rows = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(rows, ImageClassificationDataset):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(dataset, ImageClassificationDataset):
             return super()._get_train_sampler(train_dataset)
         args = self.args
         batch_size = self._train_batch_size * args.world_size
-        batches = len(rows) // batch_size if args.dataloader_drop_last else math.ceil(len(rows) / batch_size)
+        batches = len(dataset) // batch_size if args.dataloader_drop_last else math.ceil(len(dataset) / batch_size)
         steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
         epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
         self.sampler = EpochSampler(
-            len(rows),
+            len(dataset),
             args.seed if args.data_seed is None else args.data_seed,
             batch_size * args.gradient_accumulation_steps,
             lambda passed: self.stage(max(passed / epochs, self.clock.progress)),
-            rows.labels.numpy() if args.balanced_sampling else None,
+            dataset.labels.numpy() if args.balanced_sampling else None,
         )
         return self.sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
-        # A run that ended and is resumed must add no step, as the stock loop would do.
+        # Resuming a finished run must add no step; the stock loop would add one.
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps or self.clock.progress >= 1
         if self.control.should_training_stop:
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._images_in_step = sum(find_batch_size(batch) for batch in batches)
+        self._images_in_step = sum(len(batch["pixel_values"]) for batch in batches)
         return batches, num_items
 
     def compute_loss(
@@ -308,8 +340,8 @@ class ViTTrainer(Trainer):
         divides by `num_items_in_batch` itself is left alone.
         """
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if not model.training or not self._images_in_step or (takes_number and num_items_in_batch is not None):
+        divides_itself = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not model.training or not self._images_in_step or (divides_itself and num_items_in_batch is not None):
             return output
         weight = len(inputs["pixel_values"]) * self.current_gradient_accumulation_steps / self._images_in_step
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
@@ -332,7 +364,7 @@ class ViTTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the throughput of training since the last line, and the minutes of the whole run."""
         if "loss" in logs and self.has_started:
-            seconds = time.perf_counter() - self._logged_time
+            seconds = time.perf_counter() - self._counted_since
             logs["images_per_second"] = round(self._images * self.args.world_size / seconds, 1)
             self.restart_throughput()
         if self.is_in_train:
@@ -342,10 +374,10 @@ class ViTTrainer(Trainer):
 
     def restart_throughput(self) -> None:
         """Count images and time from here on."""
-        self._images, self._logged_time = 0, time.perf_counter()
+        self._images, self._counted_since = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the averaged weights if there are any."""
+        """Evaluate the averaged weights if there are any, and without the layers that are compiled for training."""
         self.wait_for_push_before_forking()
         with self._averaged(), self._uncompiled_if(True):
             # With several devices the last batch is padded with repeated images, and the stock loss counts them. The
@@ -354,8 +386,8 @@ class ViTTrainer(Trainer):
         self.restart_throughput()
         return output
 
-    # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. `save_model` opens one,
-    # because the stock Trainer calls it first, and then writes the rest. `finish_checkpoint` writes the checksums and
+    # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. It begins one by
+    # `save_model`, which therefore opens it, and then writes the rest. `close_checkpoint` writes the checksums and
     # deletes old ones: at `on_save`, or before a push, which comes first. One that is open when training ends by an
     # exception was never complete.
 
@@ -371,7 +403,7 @@ class ViTTrainer(Trainer):
         if self._unfinished_checkpoint is not None and self.ema is not None and self.args.should_save:
             save_trained_weights(self.model, self._unfinished_checkpoint)
 
-    def finish_checkpoint(self) -> None:
+    def close_checkpoint(self) -> None:
         """Make the open checkpoint complete, once all processes have written their parts of it."""
         if self._unfinished_checkpoint is None:
             return
@@ -404,7 +436,7 @@ class ViTTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # The stock Trainer would push a checkpoint that is not complete. All processes come here.
-        self.finish_checkpoint()
+        self.close_checkpoint()
         self.pushed_checkpoint = Path(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
 
@@ -439,28 +471,6 @@ class ViTTrainer(Trainer):
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
-
-    def optimize_model(self, choice: str) -> Optimization | None:
-        """Make the model fast for training on this machine; models of other libraries stay as they are."""
-        model, args, steps, compile_options = self.model, self.args, self.args.max_steps, {}
-        if not hasattr(getattr(model, "config", None), "image_height_width"):
-            return None
-        if args.torch_compile:
-            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
-            compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        rows: Any = self.train_dataset or ()
-        images: float = steps * args.train_batch_size * args.gradient_accumulation_steps
-        if steps <= 0:
-            images = args.num_train_epochs * len(rows) / args.world_size
-        pixels = example_batch_for(model, args.train_batch_size).to(args.device)
-        with self.accelerator.autocast():
-            speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
-        if compile_options and not speed.compiled:
-            logger.warning(
-                "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt "
-                "install g++ python3-dev). Training continues without it, and takes longer."
-            )
-        return speed
 
     def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
         eager = self.speed is not None and self.speed.compiled and condition
