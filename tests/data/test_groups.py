@@ -250,6 +250,27 @@ def test_expression_may_name_groups_by_alternatives(tmp_path):
     assert sum(map(len, splits.values())) == 60
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_rare_class_of_several_groups_is_in_every_split(seed):
+    labels = np.repeat([0, 1, 2], [400, 400, 28])
+    groups = np.concatenate([np.arange(800) // 6 % 66, [60, 61, 62, 63, 64] * 5, [60, 61, 62]])  # beside the others
+    splits = {"train": rows_of([Image.new("L", (2, 2))] * 828, labels)}
+
+    cut_the_missing(DataArguments(), splits, groups, seed)
+
+    assert {name for name, rows in splits.items() if 2 in rows["label"]} == {"train", "validation", "test"}
+
+
+def test_group_that_is_chosen_for_a_rare_class_is_its_smallest():
+    labels = np.repeat([0, 1], [300, 30])
+    groups = np.concatenate([np.arange(300), 300 + np.repeat([0, 1, 2, 3], [10, 8, 5, 7])])
+    splits = {"train": rows_of([Image.new("L", (2, 2))] * 330, labels), "test": rows_of([Image.new("L", (2, 2))])}
+
+    cut_the_missing(DataArguments(validation_fraction=0.05), splits, groups, 0)
+
+    assert np.bincount(splits["validation"]["label"]).tolist() == [15, 5]  # two were wanted
+
+
 def test_class_without_a_test_image_is_named(tmp_path, caplog):
     names = [f"{name}/{name}{place}/{number}.png" for name in "ab" for place in range(8) for number in range(2)]
     names += [f"c/c0/{number}.png" for number in range(8)]
@@ -258,9 +279,7 @@ def test_class_without_a_test_image_is_named(tmp_path, caplog):
     with caplog.at_level("INFO"):
         load_splits(str(tmp_path), group_by="1")
 
-    assert (
-        "test has no image of 1 classes, whose groups or near duplicates are too large, such as ['c']." in caplog.text
-    )
+    assert "test has no image of 'c': its images are one group, or near duplicates." in caplog.text
     assert "4 of 40 images (10%) cut for test" in caplog.text
 
 

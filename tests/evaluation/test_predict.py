@@ -271,7 +271,8 @@ def test_table_has_one_row_per_image_and_a_column_of_errors(saved, mixed_images,
     assert list(rows[0]) == ["image", "label_1", "score_1", "label_2", "score_2", "error"]
     for row, result in zip(rows, results, strict=True):
         ranked = result.get("predictions", [{"label": "", "score": ""}] * 2)
-        expected = [result["image"], *(str(value) for best in ranked for value in best.values())]
+        values = [value for best in ranked for value in best.values()]
+        expected = [result["image"], *(f"{value:.6g}" if isinstance(value, float) else value for value in values)]
         assert list(row.values()) == [*expected, result.get("error", "")]
 
 

@@ -28,21 +28,23 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
     rows = Dataset.from_dict({"image": [Image.new("RGB", (4, 4))] * 5}, Features({"image": ImageFeature()}))
 
     for labels in (np.zeros(5, dtype=int), ranked[:, 0]):  # in the second, nothing is wrong
-        report.draw_mistakes(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
+        report.list_answers(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
 
 
-def test_all_mistakes_are_listed_with_their_files(tmp_path, class_folders):
+def test_all_answers_are_listed_with_their_files_mistakes_first(tmp_path, class_folders):
     labels, ranked = np.array([0, 1, 0]), np.array([[1, 0], [1, 0], [1, 0]])
-    summaries = (ranked, np.array([0.6, 0.9, 0.75]), np.zeros(3))
+    summaries = (ranked, np.array([0.6, 0.9, 0.75000004]), np.zeros(3))
     files = [str(class_folders / "temple" / f"0{number}.jpg") for number in range(3)]
     rows = Dataset.from_dict({"image": files}, Features({"image": ImageFeature()}))
 
-    report.draw_mistakes(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
+    report.list_answers(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
-    listed = pd.read_csv(tmp_path / "_mistakes.csv").to_dict("list")
-    assert listed == {"image": [files[2], files[0]], "answer": ["bee"] * 2, "score": [0.75, 0.6], "truth": ["ant"] * 2}
+    listed = pd.read_csv(tmp_path / "_answers.csv").to_dict("list")
+    assert listed["image"] == [files[2], files[0], files[1]]
+    assert (listed["answer"], listed["truth"]) == (["bee"] * 3, ["ant", "ant", "bee"])
+    assert listed["score"] == [0.75, 0.6, 0.9]
 
 
 @torch.no_grad()
@@ -72,6 +74,7 @@ def test_table_at_the_end_says_what_a_reader_looks_for_first():
         "Test accuracy           75.0%, 95% interval 30.1 to 95.4",
         "Test balanced accuracy  70.0%",
         "Test macro-F1           0.650",
+        "For comparison          75.0% by always answering bee",
         "With the mirrored view  80.0%",
         "Training                0.9 minutes",
         "Class       precision recall  images",
@@ -83,10 +86,10 @@ def test_table_at_the_end_says_what_a_reader_looks_for_first():
 def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_classes_lacks():
     many = report.summary(METRICS | CLASSES | {"per_class": {str(number): SCORES for number in range(11)}}, 4)
     assert "Class " not in many
-    assert report.summary({"test_loss": 0.25}, 4, minutes=12.0).splitlines() == [
+    assert report.summary({"test_loss": 0.25, "epoch": 18.66}, 4, minutes=12.0).splitlines() == [
         "Test images  4",
         "Test loss    0.250",
-        "Training     12.0 minutes",
+        "Training     12.0 minutes, 18.7 passes",
     ]
 
 

@@ -280,7 +280,7 @@ def test_missing_gradio_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, app.__name__)
 
-    assert error_of(capsys, tmp_path) == 'The explorer needs Gradio: pip install "hf-vit-scratch[explorer]"'
+    assert error_of(capsys, tmp_path) == 'The explorer needs Gradio: pip install -e ".[explorer]"'
 
 
 def test_mistakes_are_reported_in_a_line(tmp_path, capsys):

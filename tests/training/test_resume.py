@@ -77,6 +77,7 @@ def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch,
     monkeypatch.setattr(ViTTrainer, "training_step", training_step)
     train.main([*argv, str(tmp_path / "stopped"), "--resume_from_checkpoint", "true"])
     assert re.search(rf"Continues from {checkpoint}, after 0\.\d minutes of training\.", caplog.text)
+    assert "That run is finished" not in caplog.text
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert resumed == whole
 
@@ -231,7 +232,7 @@ def test_checkpoint_holds_the_average_as_the_model_and_the_trained_weights_besid
     assert not torch.equal(average["classifier.weight"], trained["classifier.weight"])
 
 
-def test_best_model_of_a_finished_run_that_was_renamed_stays_the_result(tmp_path):
+def test_best_model_of_a_finished_run_that_was_renamed_stays_the_result(tmp_path, caplog):
     options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 6,
                "load_best_model_at_end": True, "metric_for_best_model": "earliness"}  # fmt: skip
     trainer, resumed = (make_trainer(tmp_path / name, **options) for name in "ab")
@@ -241,8 +242,10 @@ def test_best_model_of_a_finished_run_that_was_renamed_stays_the_result(tmp_path
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "b")
 
-    resumed.train(resume_from_checkpoint=True)
+    with caplog.at_level("INFO"):
+        resumed.train(resume_from_checkpoint=True)
 
+    assert "That run is finished: nothing is left to train." in caplog.messages
     best = load_file(tmp_path / "b" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(tensor, best[name]) for name, tensor in resumed.model.state_dict().items())
 

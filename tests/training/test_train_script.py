@@ -138,13 +138,13 @@ def test_images_of_a_folder_are_not_where_they_would_be_pushed(from_home, class_
 
 
 def test_mistakes_of_before_a_resumption_go(tmp_path):
-    for name in ("mistakes.png", "_mistakes.csv"):
-        (tmp_path / name).write_text("an older one")
+    (tmp_path / "mistakes.png").write_text("an older one")
+    rows = load_digits()["test"].select([0])
     summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
 
-    report.draw_mistakes(PredictionOutput(summaries, np.array([1]), {}), [], ["a", "b"], tmp_path / "mistakes.png")
+    report.list_answers(PredictionOutput(summaries, np.array([1]), {}), rows, ["a", "b"], tmp_path / "mistakes.png")
 
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["_answers.csv"]
 
 
 def test_resolved_recipe_gives_the_same_model_again(run, tmp_path):

@@ -1,6 +1,7 @@
 """Images that belong together, near duplicates and the groups of `--group_by`, and splits that do not part them."""
 
 import logging
+import math
 import re
 from itertools import combinations
 from pathlib import Path, PurePath
@@ -173,10 +174,10 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             )
             without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
             if without.size:
-                names = [label_names(rows.features["label"])[place] for place in without[:5]]
+                names = [label_names(rows.features["label"])[place] for place in without]
                 logger.warning(
-                    "%s: %s has no image of %d classes, whose groups or near duplicates are too large, such as %s.",
-                    args.data, name, without.size, names,
+                    "%s: %s has no image of %s%s: its images are one group, or near duplicates.",
+                    args.data, name, ", ".join(map(repr, names[:5])), ", ..." * (len(names) > 5),
                 )  # fmt: skip
 
 
@@ -189,7 +190,8 @@ def _strata(rows: Dataset) -> NDArray[Any]:
 def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any], seed: int) -> NDArray[np.bool_]:
     """Choose about `wanted[c]` rows of each class c, in whole groups, but leave one of each class.
 
-    Groups come in random order. One is chosen if that brings the counts closer to those wanted.
+    Groups come in random order. One is chosen if that brings the counts closer to those wanted. For a class that has
+    no image then, the group is chosen that brings the counts least far from those wanted.
     """
     labels = _strata(rows)
     left = np.bincount(labels, minlength=len(wanted))
@@ -199,19 +201,32 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
             "validation and a test split from the training images: one is left. Add images, or give splits of "
             "your own (folders train, val and test)."
         )
-    order = groups.argsort(kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    _, group_of = np.unique(groups, return_inverse=True)
+    order = group_of.argsort(kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1)
     wanted, chosen = np.minimum(wanted, left - 1), np.zeros(len(rows), bool)
+
+    def choose(number: int) -> None:
+        nonlocal wanted, left
+        chosen[members[number]] = True
+        counts = np.bincount(labels[members[number]], minlength=len(wanted))
+        wanted, left = wanted - counts, left - counts
+
+    def distance(number: int) -> float:
+        """Return how much farther the counts come from those wanted; infinite if none of a class would be left."""
+        classes, sizes = np.unique(labels[members[number]], return_counts=True)
+        farther = (abs(wanted[classes] - sizes) - abs(wanted[classes])).sum()
+        return float(farther) if (sizes < left[classes]).all() else math.inf
+
     for number in np.random.default_rng(seed).permutation(len(members)):
-        of_group = members[number]
-        classes, sizes = np.unique(labels[of_group], return_counts=True)
-        closer = (abs(wanted[classes] - sizes) - abs(wanted[classes])).sum() < 0
-        if closer and (sizes < left[classes]).all():
-            chosen[of_group] = True
-            wanted[classes] -= sizes
-            left[classes] -= sizes
-            if (wanted <= 0).all():
-                break
+        if (wanted <= 0).all():
+            break
+        if distance(number) < 0:
+            choose(number)
+    for label in np.setdiff1d(np.flatnonzero(wanted > 0), labels[chosen]):
+        nearest = min(np.unique(group_of[labels == label]), key=distance)
+        if distance(nearest) < math.inf:
+            choose(nearest)
     if not chosen.any():
         raise UserError(
             f"{data}: none of the {len(members)} groups of images is small enough to be cut. Use larger fractions, "

@@ -316,6 +316,8 @@ def _check_class_folders(
         found = "there are no images."
         if loose := len(find_image_files(folder)[0]):
             found = f"no class folder holds its images ({loose}). If {folder.name} is a class, give the folder above."
+        if tables := [path for suffix in (".csv", ".jsonl", ".parquet") for path in sorted(folder.glob(f"*{suffix}"))]:
+            found += f" If {tables[0].name} lists them, give {tables[0]}."
         raise UserError(
             f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "
             "dog/2.png."
@@ -344,7 +346,7 @@ def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
     for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
         if not (found := path.resolve()).is_relative_to(inside):
             leads = "lies" if path == found else f"leads to {found},"
-            raise UserError(f"{path} {leads} outside of {root}. If that is meant, give --follow_links true.")
+            raise UserError(f"{path} {leads} outside of {inside}. If that is meant, give --follow_links true.")
 
 
 def _refuse_own_files(data: str, source: DatasetDict) -> None:

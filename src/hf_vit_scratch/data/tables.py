@@ -116,10 +116,8 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
     chosen = getattr(args, f"{what}_column")
     chosen = [chosen] if isinstance(chosen, str) else chosen or []
     if not chosen and len(found) != 1:
-        raise UserError(
-            f"{args.data}: there must be one column of {what}s, found {found} among {sorted(possible)}. Name it with "
-            f"--{what}_column."
-        )
+        problem = f"{' and '.join(found)} may hold the {what}s." if found else f"no column is called {what}."
+        raise UserError(f"{args.data}: {problem} Choose one of {sorted(possible)} with --{what}_column.")
     if unknown := [name for name in chosen if name not in possible]:
         raise UserError(
             f"{args.data}: there is no {what} column {unknown[0]!r}, only {sorted(possible)}. Choose with "

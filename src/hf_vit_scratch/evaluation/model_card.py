@@ -44,7 +44,9 @@ def describe_machine() -> dict[str, str]:
     """Return the hardware and the versions of the libraries as text."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else []
-    hardware = f"{joblib.cpu_count()} cores of {names[0] if names else platform.processor() or platform.machine()}"
+    name = names[0] if names else platform.processor() or platform.machine()
+    number = joblib.cpu_count()
+    hardware = f"{number} core{'s' * (number > 1)} of {name}"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {hardware}"
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]
@@ -81,7 +83,10 @@ def make_card(
         metric_type=metric,
         metric_value=round(sum(report[f"test_{metric}"] for report in reports) / len(reports), 6),
     )
-    rows = [logs for logs in log if "loss" in logs or "eval_loss" in logs]
+    steps: dict[int, dict[str, Any]] = {}
+    for line in log:
+        steps.setdefault(line["step"], {}).update(line)
+    rows = [line for line in steps.values() if "eval_loss" in line] or [line for line in log if "loss" in line]
     return _write_card(
         output,
         ViTScratchConfig.from_pretrained(runs[0]),
@@ -161,6 +166,9 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
             low, high = wilson_interval(mean, first["images"])
             text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"
         results[f"test {TITLES.get(name, name.replace('_', ' '))}"] = text
+    if first["problem_type"] == "single_label_classification" and "per_class" in first:
+        name, row = max(first["per_class"].items(), key=lambda item: item[1]["support"])
+        results["for comparison"] = f"{row['support'] / first['images']:.1%} by always answering {name}"
     if trust := first.get("trust"):
         error, before = trust["calibration_error"], trust["error_before"]
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"

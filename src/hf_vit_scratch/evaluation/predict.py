@@ -194,7 +194,7 @@ def _table_row(result: dict[str, Any], columns: list[str]) -> dict[str, Any]:
     row |= {name: value for name, value in result.items() if name != "predictions"}
     for rank, prediction in enumerate(predictions, 1):
         row |= {f"{name}_{rank}": value for name, value in prediction.items()}
-    return row
+    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
 
 
 def model_parser(program: str, description: str) -> argparse.ArgumentParser:

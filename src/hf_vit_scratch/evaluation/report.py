@@ -26,7 +26,7 @@ from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 from .trust import Trust
 
 NUM_MISTAKES, SHOWN_PIXELS = 24, 512  # images in the figure, and their largest side
-LISTED_MISTAKES = "_mistakes.csv"
+ANSWERS = "_answers.csv"
 FEW_CLASSES = 10  # whose scores fit into the log
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
 def write_report(
     outputs: PredictionOutput, rows: Dataset | None, data: str, command: str, output_dir: Path
 ) -> dict[str, Any]:
-    """Write what was found on labelled rows into a folder, with the worst mistakes, and return it."""
+    """Write what was found on labelled rows into a folder, with every answer and the worst mistakes, and return it."""
     on_the_hub = data != "digits" and not local_path(data).exists()
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if (listing := output_dir / LISTING).is_file():
@@ -89,7 +89,7 @@ def write_report(
     if rows is not None:
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = on_the_hub or data == "digits"
-        draw_mistakes(outputs, rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
+        list_answers(outputs, rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     return report
 
 
@@ -103,7 +103,7 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
     if "test_flip_accuracy" in report:
         rows["with the mirrored view"] = f"{report['test_flip_accuracy']:.1%}"
     if minutes is not None:
-        rows["training"] = f"{minutes:.1f} minutes"
+        rows["training"] = f"{minutes:.1f} minutes" + (f", {report['epoch']:.3g} passes" if "epoch" in report else "")
     width = max(map(len, rows)) + 2
     lines = [f"{title[0].upper() + title[1:]:{width}}{text}" for title, text in rows.items()]
     classes = {name: row for name, row in report.get("per_class", {}).items() if row["support"]}
@@ -126,11 +126,9 @@ def mirrored_views(model: PreTrainedModel) -> RemovableHandle:
     return model.register_forward_hook(average, with_kwargs=True)
 
 
-def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
-    """Plot the worst mistakes on the test split into a PNG file, and list all of them beside it, the worst first."""
-    listing = path.with_name(LISTED_MISTAKES)
-    for older in (path, listing):  # a resumed run may have left them
-        older.unlink(missing_ok=True)
+def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
+    """Plot the worst mistakes on the test split into a PNG file, and list all answers beside it, the worst first."""
+    path.unlink(missing_ok=True)  # a resumed run may have left it
     predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
     kind, all_names = problem_type_of(labels), np.array(names, object)
     if kind == "single_label_classification":
@@ -146,17 +144,16 @@ def draw_mistakes(outputs: PredictionOutput, rows: Dataset, names: list[str], pa
         severity, answers, scores, truth = errors[at], all_names[at[1]], numbers[at], labels[at]
         caption = "{answer:.12}: {score:.3g}\nis {truth:g}"
     order = np.argsort(-severity, kind="stable")
-    order = order[severity[order] > 0]
-    if not len(order):
-        return
     files = [file or f"image {number}" for number, file in enumerate(paths_of(rows))]
     table = pd.DataFrame({"image": files, "answer": answers, "score": scores, "truth": truth}).iloc[order]
-    table.to_csv(listing, index=False)
-    images, worst = [], table[:NUM_MISTAKES]
-    for image in images_of(rows.select(order[:NUM_MISTAKES])):
+    table.to_csv(path.with_name(ANSWERS), index=False, float_format="%.6g")
+    shown = min(NUM_MISTAKES, np.count_nonzero(severity))
+    images = []
+    for image in images_of(rows.select(order[:shown])):
         image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))  # at once, because photographs are large
         images.append(image)
-    plot_images(images, [caption.format(**mistake) for mistake in worst.to_dict("records")], path)
+    if images:
+        plot_images(images, [caption.format(**mistake) for mistake in table[:shown].to_dict("records")], path)
 
 
 @torch.no_grad()

@@ -125,8 +125,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         if is_starting_model(args.model.model):
             wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
+            reason = f"a tenth more than fit into the {minutes:g} minutes that end the run; {wanted} would be best"
             wanted = max(1, math.ceil(1.1 * possible))  # a machine may be faster than measured
-            reason = f"a tenth more than fit into the {minutes:g} minutes that end the run"
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
     expected = passes * number / (TIME_FOR_STEPS * speed * 60)
@@ -147,7 +147,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
-    if not training.check:  # which tells the time by measurements of its own
+    if not training.check and not training.resume_from_checkpoint:  # they tell the time themselves
         logger.info(
             "Training will take about %.1f minutes: about %.0f passes over %d images, at %.0f images per second.",
             expected, passes, number, TIME_FOR_STEPS * speed,

@@ -4,7 +4,7 @@
     vit-scratch evaluate runs/my_photos --data new_photos --output_dir report  other images
     vit-scratch evaluate runs/my_photos/onnx/model.onnx --output_dir report    an exported model
 
-The report is metrics.json, confusion_matrix.png, reliability.png, _mistakes.csv and mistakes.png, which is called
+The report is metrics.json, confusion_matrix.png, reliability.png, _answers.csv and mistakes.png, which is called
 _mistakes.png for a local folder, and then never uploaded. Classes are matched by their names; the data may lack some
 of the model's classes.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
@@ -107,6 +107,7 @@ def open_run(
     name = "your_images" if run is None else str(run / RECIPE)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     disable_progress_bar()  # those of loading
+    disable_progress_bars()  # of each step of `datasets`
     args, recipe = parse_recipe([name, *flags, *OFF, "--output_dir", str(output_dir)])
     if idle := [
         name for name in recipe.values("flag") if not any(hasattr(part, name) for part in (args.data, args.training))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
 from ..data.groups import LISTING
@@ -32,6 +33,7 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
     training_args = args.training
     logging.basicConfig(format="%(message)s", level=logging.INFO if training_args.should_log else logging.WARNING)
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
+    disable_progress_bars()  # of each step of `datasets`
     command = f"{program} {shlex.join(without_resuming(argv))}".rstrip()
     with lock_run_directory(training_args), steps.advise_on_memory(training_args):
         checkpoint = resolve_checkpoint(training_args, recipe)

@@ -56,8 +56,11 @@ class _Hooks(TrainerCallback):
         trainer = self.trainer
         trainer.clock.resume(state)
         if trainer.resumed_checkpoint is not None:
-            checkpoint, minutes = trainer.resumed_checkpoint, trainer.clock.minutes
-            logger.info("Continues from %s, after %.1f minutes of training.", checkpoint, minutes)
+            checkpoint, minutes = trainer.resumed_checkpoint, f"{trainer.clock.minutes:.1f}"
+            minutes += f" of {args.max_train_minutes:g}" if args.max_train_minutes else ""
+            logger.info("Continues from %s, after %s minutes of training.", checkpoint, minutes)
+            if state.global_step >= state.max_steps or trainer.clock.progress >= 1:
+                logger.info("That run is finished: nothing is left to train.")
         state.compute_steps(args, state.max_steps)  # those given now count, not the checkpoint's
         if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)

@@ -34,7 +34,7 @@ from .space import write_space
 try:
     import gradio as gr
 except ImportError as error:
-    raise UserError('The explorer needs Gradio: pip install "hf-vit-scratch[explorer]"') from error
+    raise UserError('The explorer needs Gradio: pip install -e ".[explorer]"') from error
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has many more, some of which start other programs
 MAX_FILE_BYTES = 20 * 2**20
