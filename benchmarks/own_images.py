@@ -126,7 +126,7 @@ def read_ours(run: Path) -> dict[str, Any]:
         "last_loss": float(losses[-1]),
         "config": {name: config[name] for name in names},
         "augmentation": {name: recipe[name] for name in augmentation if name in recipe},
-        "mixing": {name: recipe[name] for name in ("mixup_alpha", "cutmix_alpha", "mixup_prob")},
+        "mixing": {name: recipe[name] for name in ("mixup_alpha", "cutmix_alpha", "mixup_prob") if name in recipe},
     }
 
 

@@ -136,10 +136,12 @@ def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
     ],
 )
 def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, policy, monkeypatch):
-    chosen, _ = length(2_000, 10_000.0, monkeypatch, "--per_device_train_batch_size", "128", *flags)
+    chosen, lines = length(2_000, 10_000.0, monkeypatch, "--per_device_train_batch_size", "128", *flags)
 
     assert (chosen["mixup_alpha"] > 0, chosen["cutmix_alpha"] > 0) == (mixed, mixed)
     assert chosen["auto_augment"] == policy
+    assert [name in "".join(lines) for name in ("mixup_prob", "mixing_start_fraction")] == [mixed, mixed]
+    assert ("policy_start_fraction" in "".join(lines)) == (policy != "none")
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,19 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
-    policy, start = ("trivialaugment", POLICY_START) if changes else ("none", 0.0)
-    choose(seen, auto_augment=policy, policy_start_fraction=start)
+    policy = {"auto_augment": "trivialaugment", "policy_start_fraction": POLICY_START}
+    choose(f"{seen}; from {PASSES_FOR_POLICY} on, a policy", **(policy if changes else {"auto_augment": "none"}))
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(number / images_per_step)
     choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
     if training.task == "image-classification" and config.problem_type != "regression":
-        alpha = 1.0 if mixes else 0.0
-        choose(seen, mixup_alpha=0.8 * alpha, cutmix_alpha=alpha, mixing_start_fraction=MIXING_START * alpha)
-        choose(seen, mixup_prob=0.8 if changes else 0.5)
+        seen = f"{seen}; from {PASSES_TO_MIX} on, mixing"
+        if mixes:
+            choose(seen, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_start_fraction=MIXING_START)
+        else:
+            choose(seen, mixup_alpha=0.0, cutmix_alpha=0.0)
+        if args.mixing.mixup_alpha or args.mixing.cutmix_alpha:
+            choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = "pays" if compiles else "does not pay"
