@@ -127,9 +127,21 @@ def test_packed_weights_give_the_same_outputs_for_every_batch(choice, dtype, fie
         pixels = torch.randn(number, 3, 16, 24, dtype=dtype)
         with torch.inference_mode():
             expected, actual = plain(pixels).logits, fast(pixels).logits
-        assert fast.vit.layers[0].packed is not None
+        can = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert (fast.vit.layers[0].packed is not None) == can
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+def test_bfloat16_runs_as_it_is_where_the_processor_cannot_pack_it(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    plain, fast = (model.eval() for model in pair("sdpa+packed", dtype=torch.bfloat16))
+    pixels = torch.randn(3, 3, 16, 24, dtype=torch.bfloat16)
+
+    with torch.inference_mode():
+        assert torch.equal(fast(pixels).logits, plain(pixels).logits)
+
+    assert fast.vit.layers[0].packed is None
 
 
 @torch.no_grad()

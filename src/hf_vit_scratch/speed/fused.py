@@ -73,7 +73,10 @@ def layer_forward(
     special = attention_mask is not None or kwargs or part.is_causal
     trains = self.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     others = (*norms, part.q_norm, part.k_norm, part, mlp, mlp.activation)
-    can_be_packed = x.dtype == part.o_proj.weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    has_products = x.dtype == torch.float32 or (
+        x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
+    )
+    can_be_packed = has_products and x.dtype == part.o_proj.weight.dtype
     if special or trains or not can_be_packed or not _are_plain(x, linear, others):
         self.packed = None
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
