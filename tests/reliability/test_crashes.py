@@ -115,14 +115,14 @@ def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
 
 def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):
     most = 0
-    finish = trainer.close_checkpoint
+    finish = trainer.finish_checkpoint
 
     def count(*args):
         nonlocal most
         finish(*args)
         most = max(most, len(list(tmp_path.glob("checkpoint-*"))))
 
-    monkeypatch.setattr(trainer, "close_checkpoint", count)
+    monkeypatch.setattr(trainer, "finish_checkpoint", count)
     make_trainer(tmp_path, max_steps=30, save_strategy="steps", save_steps=2, save_total_limit=2).train()
 
     assert most == 2
