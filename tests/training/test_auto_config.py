@@ -316,9 +316,10 @@ def test_smaller_images_of_the_first_part_are_counted_as_faster_by_their_pixels(
     assert speed == pytest.approx(100 * (0.75 + 0.25 * 4))
 
 
-def test_a_check_tells_the_time_by_its_own_measurement(monkeypatch, caplog):
+@pytest.mark.parametrize("flag", ["--check", "--resume_from_checkpoint"])
+def test_a_check_and_a_resumed_run_tell_the_time_themselves(flag, monkeypatch, caplog):
     with caplog.at_level("INFO"):
-        length(2_000, 100.0, monkeypatch, "--check", "true")
+        length(2_000, 100.0, monkeypatch, flag, "true")
 
     assert "Training will take" not in caplog.text
 

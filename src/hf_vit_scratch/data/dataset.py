@@ -169,7 +169,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def _kept_size(self) -> tuple[int, int]:
-        """Return the height and width of kept images: their own if it is one and small, or `BatchTransform`'s."""
+        """Return the height and width of kept images: their own if all share a small one, or `BatchTransform`'s."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
         for (w, h), _ in map_images(lambda index, row: size_and_mode(row, f"image {index}"), self.rows):

@@ -53,8 +53,11 @@ def read_image(file: Any) -> np.ndarray:
 if __name__ == "__main__":
     folder = Path(__file__).parent
     facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-    missing = [path for path in sys.argv[1:] if not Path(path).is_file() and path not in ("-h", "--help")]
-    if len(sys.argv) == 1 or missing or {"-h", "--help"} & {*sys.argv}:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
+    missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
+    if len(sys.argv) == 1 or missing:
         sys.exit("\n".join([__doc__ or "", *(f"{path} is no file." for path in missing)]))
     scores_of, exit_code = load(folder / facts["model"]), 0
     for path in sys.argv[1:]:

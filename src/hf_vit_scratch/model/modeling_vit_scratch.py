@@ -359,7 +359,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ViTScratchEmbeddings):
-            # The convolution came before, as any other. Its weight is drawn again, at a scale of its own.
+            # transformers has drawn the convolution's weight before, as any other. Draw it again, at its own scale.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             for token in (module.cls_token, module.mask_token):
@@ -658,7 +658,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
     @can_return_tuple
-    @filter_output_hidden_states  # asks for hidden states, and takes them out of the output of who did not
+    @filter_output_hidden_states  # asks for hidden states, and removes them again unless the caller wants them
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
