@@ -1170,7 +1170,7 @@ def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
     splits = load_splits(str(class_folders), corrupt_images="skip")
 
     assert sum(map(len, splits.values())) == 22
-    assert "2 of the 24 images of train are skipped:" in caplog.text
+    assert "2 of the 24 images are skipped:" in caplog.text
     assert "temple/03.jpg cannot be decoded as an image" in caplog.text
     assert "flower/05.jpg cannot be decoded as an image" in caplog.text
 

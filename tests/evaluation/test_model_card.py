@@ -220,6 +220,7 @@ def test_confusion_is_drawn_as_shares_of_the_true_class_by_row(tmp_path, monkeyp
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
         ((0, 0), "80"), ((1, 0), "20"), ((1, 1), "100"),
     }  # fmt: skip
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog (5)"]  # so 100% says little
 
 
 def test_dollars_in_names_are_no_formula(tmp_path):

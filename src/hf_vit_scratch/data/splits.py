@@ -199,7 +199,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     if not good:
         raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
     if bad:
-        logger.warning("%s: %d of the %d images of %s are skipped:", data, len(bad), len(rows), split)
+        logger.warning("%s: %d of the %d images are skipped:", data, len(bad), len(rows))
         for reason in bad:
             logger.warning("  %s", reason)
     return rows.select(good)

@@ -83,7 +83,7 @@ def imbalance(rows: Dataset) -> str | None:
     (rare, few), (common, many) = ((feature.names[place], counts[place]) for place in (rarest, commonest))
     return (
         f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
-        "--class_weighting balanced, and compare the balanced accuracy."
+        "--class_weighting balanced, and compare the balanced accuracy on ten test images or more of each class."
     )
 
 

@@ -45,7 +45,10 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path: Path) -> None:
-    """Plot a confusion matrix, with a row for each true class, as percentages of the rows into a PNG file."""
+    """Plot a confusion matrix, with a row for each true class, as percentages of the rows into a PNG file.
+
+    A class of fewer than ten images has their number beside its name.
+    """
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(max(4.5, 0.55 * len(labels) + 2), 20)
@@ -55,7 +58,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     axes.set(xlabel="predicted", ylabel="true", title="% of each true class")
     if len(labels) <= 30:  # more would be unreadable
         axes.set_xticks(range(len(labels)), map(plain, labels), rotation=90)
-        axes.set_yticks(range(len(labels)), map(plain, labels))
+        few = [f" ({number:.0f})" if number < 10 else "" for number in counts.sum(axis=1)]
+        axes.set_yticks(range(len(labels)), map(str.__add__, map(plain, labels), few))
         for row, column in np.argwhere(counts):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = f"{100 * shares[row, column]:.0f}"

@@ -38,6 +38,7 @@ HEAD_SIZE = 64
 TIME_FOR_STEPS = 0.9  # share of the training time; the rest goes to augmentation, evaluation and checkpoints
 MINUTES_TO_COMPILE = 10  # from which on compiling pays for itself on a CPU
 FEWEST_PASSES, MOST_PASSES = 30, 600
+FASTER = 1.5  # a machine may be so much faster than it was when its speed was measured
 PASSES_SAVED = 10  # a trained model needs so many times fewer
 # From so many passes over the same images on, they are mixed, and changed by a policy as well. Both would hide what is
 # small in them from a new model, so they begin after these shares of training.
@@ -125,8 +126,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         if is_starting_model(args.model.model):
             wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
-            reason = f"a tenth more than fit into the {minutes:g} minutes that end the run; {wanted} would be best"
-            wanted = max(1, math.ceil(1.1 * possible))  # a machine may be faster than measured
+            reason = f"more than fit into the {minutes:g} minutes, which end the run; {wanted} would be best"
+            wanted = min(wanted, math.ceil(FASTER * possible))
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
     expected = passes * number / (TIME_FOR_STEPS * speed * 60)
@@ -138,7 +139,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     choose(f"{seen}; from {PASSES_FOR_POLICY} on, a policy", **(policy if changes else {"auto_augment": "none"}))
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(number / images_per_step)
-    choose(f"{steps:.0f} steps", augmentation_off_fraction=round(min(0.1, UNCHANGED_STEPS / steps), 4))
+    unchanged = min(0.1, UNCHANGED_STEPS / steps)
+    choose(f"the last {unchanged * steps:.0f} of {steps:.0f} steps", augmentation_off_fraction=round(unchanged, 4))
     if training.task == "image-classification" and config.problem_type != "regression":
         seen = f"{seen}; from {PASSES_TO_MIX} on, mixing"
         if mixes:

@@ -156,7 +156,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
             auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
-        if choices:
+        if choices and not training.resume_from_checkpoint:  # which repeats those of the run
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
     judged = not args.data.streaming and "image_size" not in recipe.values("images")  # which has its reason
     if judged and (problem := auto_config.detail_lost(splits["train"], config.image_height_width)):
@@ -171,8 +171,8 @@ def _warn_of_other_splits(model: Path, recipe: Recipe) -> None:
     begun = Recipe.load(model) or Recipe.load(model.parent)
     if begun is not None and begun.fingerprint != recipe.fingerprint:
         logger.warning(
-            "%s has learnt from other splits, of %s. If some of its training images are test images now, the test "
-            "accuracy is too good.", model, begun.data,
+            "%s has learnt from other splits, of %s. If images of that data are here as well, some that it was trained "
+            "on may be test images now, and the test accuracy too good. If none are, all is well.", model, begun.data,
         )  # fmt: skip
 
 
