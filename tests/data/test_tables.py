@@ -10,7 +10,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from hf_vit_scratch.data.splits import load_splits
-from hf_vit_scratch.data.targets import describe, label_names, problem_type, targets_of
+from hf_vit_scratch.data.targets import describe, joined, label_names, problem_type, targets_of
 from hf_vit_scratch.errors import UserError
 
 NAMES = [f"{kind}/{number:02}.png" for kind in ("cat", "dog") for number in range(10)]
@@ -42,6 +42,26 @@ def write_table(path, names=NAMES, **columns):
 
 
 # Tables
+
+
+@pytest.mark.parametrize("cell", ["cat;{}", "cat; {} ;", '["cat";"{}"]'])
+def test_cell_of_a_table_holds_several_labels(folder, cell):
+    table = write_table(folder / "tags.csv", tags=[cell.format(("day", "night")[n % 2]) for n in range(20)])
+
+    rows = load_splits(str(table), label_column=["tags"], label_separator=";")["train"]
+
+    assert rows.features["label"] == List(ClassLabel(names=["cat", "day", "night"]))
+    assert (targets_of(rows).sum(axis=1) == 2).all()
+
+
+@pytest.mark.parametrize("names", [["cat;day", "cat;night", "dog;day", "dog;night", "dog"], ["cat;dog", "day;night"]])
+def test_classes_that_look_like_several_labels_are_pointed_out(folder, names):
+    table = write_table(folder / "tags.csv", tags=[names[n % len(names)] for n in range(20)])
+
+    problem = joined(load_splits(str(table), label_column=["tags"], validation_fraction=0.05)["train"])
+
+    assert (problem is not None) == (len(names) == 5)  # two names that share no part may be names
+    assert problem is None or "If each image can have several, give --label_separator ';'." in problem
 
 
 @pytest.mark.parametrize(

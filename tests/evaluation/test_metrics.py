@@ -125,7 +125,11 @@ def test_metrics_of_numbers_match_scikit_learn():
 def test_fewer_than_five_classes():
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
 
-    assert summarize_logits(logits, torch.zeros(2, dtype=torch.int64))[0].tolist() == [[1, 0], [0, 1]]
+    labels = torch.zeros(2, dtype=torch.int64)
+    summaries = tuple(part.numpy() for part in summarize_logits(logits, labels))
+
+    assert summaries[0].tolist() == [[1], [0]]
+    assert "top5_accuracy" not in compute_metrics(EvalPrediction(summaries, labels.numpy()))
 
 
 def test_report_per_class_and_confusion_by_hand():

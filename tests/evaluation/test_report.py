@@ -33,6 +33,16 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
 
 
+def test_label_that_is_wrong_by_most_is_listed(tmp_path, class_folders):
+    rows = load_splits(str(class_folders), validation_fraction=0.4)["validation"].select(range(2))
+    logits, labels = np.array([[3.0, -1.0], [2.0, -3.0]]), np.array([[1, 1], [1, 0]], np.int8)
+
+    report.list_answers(PredictionOutput(logits, labels, {}), rows, ["day", "cat"], tmp_path / "m.png")
+
+    listed = pd.read_csv(tmp_path / "_answers.csv").to_dict("list")
+    assert (listed["label"], listed["truth"]) == (["cat", "day"], [1, 1])
+
+
 def test_all_answers_are_listed_with_their_files_mistakes_first(tmp_path, class_folders):
     labels, ranked = np.array([0, 1, 0]), np.array([[1, 0], [1, 0], [1, 0]])
     summaries = (ranked, np.array([0.6, 0.9, 0.75000004]), np.zeros(3))

@@ -192,9 +192,10 @@ def test_a_patch_outside_of_the_grid_is_refused(patch):
         over_patches(torch.rand(7, 7), (3, 2), patch)
 
 
-def test_a_grid_that_is_too_large_is_refused():
-    with pytest.raises(RuntimeError, match="don't multiply up to the size"):
-        over_patches(torch.rand(7, 7), (3, 3))
+@pytest.mark.parametrize("grid", [(3, 3), (2, 2)])
+def test_a_grid_of_another_size_is_refused(grid):
+    with pytest.raises(ValueError, match=r"grid \(.*\) does not fit 7 tokens. Use the model's config.grid_size."):
+        over_patches(torch.rand(7, 7), grid)
 
 
 @pytest.mark.parametrize("kind", ["learned", "sincos2d"])

@@ -10,6 +10,7 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -20,7 +21,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.groups import LISTING
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.splits import SPLITS, load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
@@ -236,16 +237,38 @@ def test_saved_model_can_be_started_from(run, tmp_path):
     assert after["test_loss"] == pytest.approx(before["test_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("seed", [42, 43])
-def test_starting_from_a_run_with_other_splits_is_warned_of(run, tmp_path, caplog, seed):
+@pytest.mark.parametrize("share", [0.1, 0.2])
+def test_starting_from_a_run_with_other_splits_is_warned_of(run, tmp_path, caplog, share):
     recipe = tmp_path / "empty.yaml"
-    recipe.write_text(f"{{data: digits, seed: {seed}, max_steps: 1}}")
+    recipe.write_text(f"{{data: digits, seed: 43, validation_fraction: {share}, max_steps: 1}}")
     argv = [str(recipe), "--model", str(run[0]), "--use_cpu", "true", "--disable_tqdm", "true", *START]
 
     train.main([*argv, "--near_duplicates", "ignore", "--output_dir", str(tmp_path / "new")])
 
-    said = f"{run[0]} has learnt from other splits, of digits. If some of its training images are test images now"
-    assert (said in caplog.text) == (seed == 43)  # the seed cuts the validation split
+    said = f"{run[0]} has learnt from other splits, of digits: from an unknown number of the 360 test images of now"
+    assert (said in caplog.text) == (share == 0.2)  # another seed cuts the same splits
+
+
+def test_test_images_that_the_starting_model_has_learnt_from_are_counted(class_folders, tmp_path, caplog):
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(
+        "{image_size: [32], patch_size: [8], max_steps: 1, eval_strategy: no, load_best_model_at_end: no, "
+        "use_cpu: yes, disable_tqdm: yes}"
+    )
+    argv = [str(recipe), "--data", str(class_folders)]
+    train.main([*argv, *SMALL, "--num_attention_heads", "2", "--output_dir", str(tmp_path / "first")])
+    splits = pd.read_csv(tmp_path / "first" / SPLITS)
+    for name in splits.query("split == 'test'")["image"]:
+        Path(name).unlink()  # so that all others of the new test split were trained on, or in validation
+
+    new = tmp_path / "new"
+    train.main([*argv, "--model", str(tmp_path / "first"), "--test_fraction", "0.5", "--output_dir", str(new)])
+
+    trained = {*splits.query("split == 'train'")["image"]}
+    tested = [*pd.read_csv(new / SPLITS).query("split == 'test'")["image"]]
+    number = len(trained.intersection(tested))
+    assert number > 0
+    assert f"from {number} of the {len(tested)} test images of now" in caplog.text
 
 
 def test_list_of_near_duplicates_of_a_check_is_replaced(tmp_path):

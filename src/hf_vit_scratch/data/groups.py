@@ -168,10 +168,9 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
-            number = len(splits[name])
-            logger.info(
-                "%s: %d of %d images (%.0f%%) cut for %s", args.data, number, len(rows), 100 * number / len(rows), name
-            )
+            number, how = len(splits[name]), ", in whole groups" if args.group_by else ""
+            share = 100 * number / len(rows)
+            logger.info("%s: %d of %d images (%.0f%%) cut for %s%s", args.data, number, len(rows), share, name, how)
             without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
             if without.size:
                 names = [label_names(rows.features["label"])[place] for place in without]

@@ -88,6 +88,7 @@ class DataArguments(Options):
     data_config: str | None = flag(None, "Configuration of a dataset on the Hub that has several.")
     image_column: str | None = flag(None, "Column of the images, or of their paths; found by its type.")
     label_column: list[str] | None = flag(None, "Column or columns of the labels; found by its type or name.")
+    label_separator: str | None = flag(None, "What separates several labels in one cell of a table, such as ';'.")
     train_split: str = flag("train", "Split to train on.")
     validation_split: str | None = flag(None, "Split to choose by; 'validation', or cut from train.")
     test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")

@@ -17,6 +17,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, List, load_dataset
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from datasets.fingerprint import Hasher
@@ -33,12 +34,14 @@ from .targets import encode_labels, is_valid, label_names, problem_type, targets
 
 logger = logging.getLogger(__name__)
 
+SPLITS = "_splits.csv"  # names images, so it is never pushed
+
 # A path could be that of any file of this machine.
 NOT_IN_ROWS = "to stream, the images must be in the rows themselves, as usual in parquet files."
 
 
 def load_splits(
-    data: str, *, seed: int = 0, labelled: bool = True, listing: Path | None = None, **choices: Any
+    data: str, *, seed: int = 42, labelled: bool = True, listing: Path | None = None, **choices: Any
 ) -> DatasetDict:
     """Load a dataset as the splits `train`, `validation` and `test`, with the columns `image` and `label`.
 
@@ -49,7 +52,7 @@ def load_splits(
 
     Args:
         data: Source, as in `DataArguments`.
-        seed: Chooses the rows that are cut.
+        seed: Chooses the rows that are cut. `vit-scratch train` never changes it, so that all its seeds have one test.
         labelled: If false, labels are not read, a folder may hold images anywhere, and all have the label 0.
         listing: File for a list of near duplicates, if there are any.
         choices: Other fields of `DataArguments`.
@@ -151,6 +154,12 @@ def fingerprint(splits: DatasetDict) -> str:
         digest.update("\n".join([split, *names]).encode(errors="replace"))
         digest.update(targets_of(rows).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
+
+
+def list_splits(splits: DatasetDict, path: Path) -> None:
+    """Write which local file is in which split, the columns `image` and `split`, if the images are in files."""
+    files = [(file, split) for split, rows in splits.items() for file in map(absolute, paths_of(rows)) if file]
+    pd.DataFrame(files, columns=["image", "split"]).to_csv(path, index=False)
 
 
 def load_digits() -> DatasetDict:
@@ -422,7 +431,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         return DatasetDict(
             {name: rows.add_column("label", [0] * len(rows), feature=one) for name, rows in source.items()}
         )
-    return encode_labels(data, source, args.train_split, labels, complete)
+    return encode_labels(data, source, args.train_split, labels, complete, args.label_separator)
 
 
 def _download(args: DataArguments, split: str, stream: IterableDataset) -> Dataset:

@@ -87,6 +87,24 @@ def imbalance(rows: Dataset) -> str | None:
     )
 
 
+def joined(rows: Dataset) -> str | None:
+    """Return what to try if the names of single classes look like several labels each, such as `cat;night`."""
+    names = label_names(rows.features["label"])
+    for separator in ";|," if isinstance(rows.features["label"], ClassLabel) else "":
+        parts = {*chain(*(split_names(name, separator) for name in names))}
+        if len(parts) < len(names) and sum(separator in name for name in names) > len(names) / 2:
+            return (
+                f"{names[-1]!r} is one class, though it looks like several labels. If each image can have several, "
+                f"give --label_separator '{separator}'."
+            )
+    return None
+
+
+def split_names(text: str, separator: str) -> list[str]:
+    """Return the labels that a cell of a table holds, also one such as `["cat", "night"]`."""
+    return [name for part in text.split(separator) if (name := part.strip(" []\"'"))]
+
+
 def scarcity(rows: Dataset) -> str | None:
     """Return what to try if classes have so few images that a new model cannot learn them."""
     mean = float(class_counts(rows).mean())
@@ -106,10 +124,12 @@ def is_valid(feature: Any, label: Any) -> bool:
     return all(id is not None and 0 <= id < number for id in ids)
 
 
-def encode_labels(data: str, source: Any, train: str, columns: list[str], complete: bool = True) -> Any:
+def encode_labels(
+    data: str, source: Any, train: str, columns: list[str], complete: bool = True, separator: str | None = None
+) -> Any:
     """Replace columns of labels by one column `label` of the types above, which the training rows choose.
 
-    If they are `complete`, each label must have a training image.
+    If they are `complete`, each label must have a training image. With a `separator`, a text is a list of labels.
 
     Raises:
         UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
@@ -125,6 +145,9 @@ def encode_labels(data: str, source: Any, train: str, columns: list[str], comple
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
+    if separator is not None and len(columns) == 1 and not is_list and _holds(first, "string"):
+        table = {split: [(split_names(row[0] or "", separator),) for row in rows] for split, rows in table.items()}
+        is_list = True
     lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
         lists = {split: [None if None in row else [*compress(columns, row)] for row in rows]

@@ -65,13 +65,13 @@ def summarize_logits(logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, T
 
     Returns:
         For class ids, the ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy
-        (B,). For other targets, the logits in float32.
+        (B,). Of five classes or fewer, all but the worst. For other targets, the logits in float32.
     """
     logits = logits.float()
     if problem_type_of(labels) != "single_label_classification":
         return logits
     return (
-        logits.topk(min(5, logits.shape[-1]), dim=-1).indices,
+        logits.topk(min(5, max(logits.shape[-1] - 1, 1)), dim=-1).indices,
         logits.softmax(dim=-1).amax(dim=-1),
         F.cross_entropy(logits, labels, reduction="none"),
     )
@@ -86,13 +86,14 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Compute the Trainer's metrics from what `summarize_logits` returns, and the targets (N, ...).
 
-    An accuracy has its 95% confidence interval beside it. Scores of several labels or numbers are means over them.
+    An accuracy has its 95% confidence interval beside it. Of five classes or fewer there is no top-5 accuracy, which
+    would be 1. Scores of several labels or numbers are means over them.
 
     Example:
         >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
         >>> metrics = compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
-        >>> metrics["accuracy"], metrics["top5_accuracy"], metrics["loss"]
-        (0.5, 0.5, 0.8)
+        >>> metrics["accuracy"], metrics["loss"]
+        (0.5, 0.8)
     """
     labels, predictions = cast(np.ndarray, evaluation.label_ids), cast(Any, evaluation.predictions)
     kind = problem_type_of(labels)
@@ -112,7 +113,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         predictions=ranked, references=labels
     )
     metrics = cast(dict[str, float], accuracies)
-    for name in SHARES_OF_IMAGES:
+    if ranked.shape[1] < 5:
+        del metrics["top5_accuracy"]
+    for name in filter(metrics.__contains__, SHARES_OF_IMAGES):
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
     # Classes that the images lack do not count: `balanced_accuracy_score` is this recall, but warns of them.
     _, recall, f1, _ = _scores(labels, ranked[:, 0], np.unique(labels))

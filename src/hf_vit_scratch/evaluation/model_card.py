@@ -71,7 +71,7 @@ def make_card(
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     source, model = recipe.get("data", "digits"), recipe.get("model", "")
     dataset = source if reports[0]["data_is_on_the_hub"] else None
-    description = data or dataset or ("the digits of scikit-learn" if source == "digits" else "a folder of images")
+    description = data or dataset or ("the digits of scikit-learn" if source == "digits" else "local images")
     from_scratch = not model or VARIANT_NAME.fullmatch(model)
     kind, number = reports[0]["problem_type"], len(reports[0]["labels"])
     metric, noun = METRIC_NAMES[kind][0], NOUNS[kind]
@@ -155,7 +155,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     results, first = {}, reports[0]
     for name in METRIC_NAMES[first["problem_type"]]:
         values = [report[f"test_{name}"] for report in reports if f"test_{name}" in report]
-        if not values or (name == "top5_accuracy" and len(first["labels"]) <= 5):
+        if not values:
             continue
         scale, digits, unit = (100, 1, "%") if name.endswith("accuracy") else (1, 3, "")
         mean = sum(values) / len(values)
@@ -169,6 +169,9 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     if first["problem_type"] == "single_label_classification" and "per_class" in first:
         name, row = max(first["per_class"].items(), key=lambda item: item[1]["support"])
         results["for comparison"] = f"{row['support'] / first['images']:.1%} by always answering {name}"
+    if first["problem_type"] == "multi_label_classification" and "per_class" in first:
+        shares = [row["support"] / first["images"] for row in first["per_class"].values() if "auroc" in row]
+        results["for comparison"] = f"{sum(shares) / max(len(shares), 1):.3f} by answering at random"
     if trust := first.get("trust"):
         error, before = trust["calibration_error"], trust["error_before"]
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"

@@ -146,7 +146,9 @@ def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], pat
     order = np.argsort(-severity, kind="stable")
     files = [file or f"image {number}" for number, file in enumerate(paths_of(rows))]
     table = pd.DataFrame({"image": files, "answer": answers, "score": scores, "truth": truth}).iloc[order]
-    table.to_csv(path.with_name(ANSWERS), index=False, float_format="%.6g")
+    # Of several labels or numbers, a row has the one that is wrong by most.
+    listed = table if kind == "single_label_classification" else table.rename(columns={"answer": "label"})
+    listed.to_csv(path.with_name(ANSWERS), index=False, float_format="%.6g")
     shown = min(NUM_MISTAKES, np.count_nonzero(severity))
     images = []
     for image in images_of(rows.select(order[:shown])):

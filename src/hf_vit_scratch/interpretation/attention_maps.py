@@ -117,14 +117,21 @@ def over_patches(
 
     Args:
         weights: (..., N, N), from `attention` or `rollout`.
-        grid: Rows and columns of patches.
+        grid: Rows and columns of patches, `config.grid_size` for images of the model's size.
         patch: Row and column of the patch that reads, from 0; `None` for the vector that the classifier reads.
         pooling: `config.pooling`, which says what that vector is. `None` means the class token if there is one.
 
     Returns:
         (..., rows, cols). The share taken from the class token is left out.
+
+    Raises:
+        ValueError: The weights have another number of patches.
     """
     num_prefix_tokens = weights.shape[-1] - math.prod(grid)
+    if num_prefix_tokens not in (0, 1):
+        raise ValueError(
+            f"grid {tuple(grid)} does not fit {weights.shape[-1]} tokens. Use the model's config.grid_size."
+        )
     if patch is not None:
         row = weights[..., num_prefix_tokens:, :].unflatten(-2, grid)[..., *patch, :]
     elif num_prefix_tokens and pooling != "mean":

@@ -16,6 +16,8 @@ from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
 from ..data.groups import LISTING
+from ..data.images import local_path
+from ..data.splits import SPLITS, list_splits
 from ..evaluation.report import report_on_test_split
 from . import sanity_check, steps
 from .recipe import parse_recipe
@@ -49,6 +51,8 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
         if training_args.check:
             return {"check": sanity_check.check(trainer, splits)}
 
+        if training_args.should_save and local_path(args.data.data).exists():
+            list_splits(splits, Path(training_args.output_dir) / SPLITS)
         steps.train(trainer, recipe, checkpoint, command)
         metrics = report_on_test_split(trainer, test_dataset, args.data.data, command)
         steps.push(trainer)

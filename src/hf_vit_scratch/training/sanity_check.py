@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import denormalize
-from ..data.targets import class_counts, imbalance, label_names, problem_type, targets_of
+from ..data.targets import class_counts, imbalance, joined, label_names, problem_type, targets_of
 from ..evaluation.figures import plot_images
 from ..evaluation.metrics import problem_type_of
 from .auto_config import images_per_second, planned_passes, sizes_and_modes
@@ -64,9 +64,11 @@ def _labels(splits: DatasetDict) -> list[str]:
         spread = f"from {counts[rarest]} ({names[rarest]}) to {counts[commonest]} ({names[commonest]})"
         spread = f"{counts[rarest]} of each" if counts[rarest] == counts[commonest] else spread
         print(f"Classes    {split}: {len(rows)} images of {len(names)} classes, {spread}")
-        if split == "train" and (problem := imbalance(rows)):
+        if split != "train":
+            continue
+        if problem := joined(rows) or imbalance(rows):
             problems.append(problem)
-        elif split == "train" and counts[rarest] < 10:
+        elif counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")
     return problems
 

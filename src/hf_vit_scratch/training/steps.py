@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
@@ -23,11 +24,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..conversion.names import LoadedModel
 from ..data.augmentation import Augmentation, training_stages
 from ..data.dataset import BatchTransform, ImageClassificationDataset
+from ..data.groups import paths_of
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
-from ..data.splits import absolute, fingerprint, load_splits
+from ..data.splits import SPLITS, absolute, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..data.targets import class_counts, describe, imbalance, label_names, problem_type, scarcity, targets_of
+from ..data.targets import class_counts, describe, imbalance, joined, label_names, problem_type, scarcity, targets_of
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -114,9 +116,9 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
                     f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
                 )
         with training.main_process_first(desc="data"):  # it downloads what the others then find
-            splits = load_splits(**vars(args.data), seed=training.seed)
+            splits = load_splits(**vars(args.data))
     else:
-        splits = load_splits(**vars(args.data), seed=training.seed, labelled=not is_masked(args), listing=listing)
+        splits = load_splits(**vars(args.data), labelled=not is_masked(args), listing=listing)
     for name, rows in splits.items():
         if isinstance(rows, Dataset) and len(rows) < training.world_size:
             raise UserError(
@@ -140,7 +142,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         recipe.fingerprint = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
     if start is not None and isinstance(start.model, ViTScratchForImageClassification):
-        _warn_of_other_splits(Path(str(args.model.model)), recipe)
+        _warn_of_other_splits(Path(str(args.model.model)), recipe, splits["test"])
     if recipe.left_out:
         logger.info("Left out of the recipe, because a flag replaces it: %s", ", ".join(recipe.left_out))
     if training.fit_to_images:
@@ -166,14 +168,20 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     return config, start
 
 
-def _warn_of_other_splits(model: Path, recipe: Recipe) -> None:
+def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     """Warn if the starting model, which may be a checkpoint of a run, has learnt from other splits."""
-    begun = Recipe.load(model) or Recipe.load(model.parent)
-    if begun is not None and begun.fingerprint != recipe.fingerprint:
-        logger.warning(
-            "%s has learnt from other splits, of %s. If images of that data are here as well, some that it was trained "
-            "on may be test images now, and the test accuracy too good. If none are, all is well.", model, begun.data,
-        )  # fmt: skip
+    run = next((folder for folder in (model, model.parent) if Recipe.load(folder)), model)
+    begun = Recipe.load(run)
+    if begun is None or begun.fingerprint == recipe.fingerprint:
+        return
+    number = "an unknown number"
+    if (listing := run / SPLITS).is_file():
+        known = {*pd.read_csv(listing).query("split == 'train'")["image"]}
+        number = str(sum(absolute(path) in known for path in paths_of(test)))
+    logger.warning(
+        "%s has learnt from other splits, of %s: from %s of the %d test images of now, under the same name. If there "
+        "are any, the test accuracy is too good.", model, begun.data, number, len(test),
+    )  # fmt: skip
 
 
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
@@ -222,7 +230,7 @@ def fit_to_labels(
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
     elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
-        for problem in (None if weighted else imbalance(rows), None if start else scarcity(rows)):
+        for problem in (joined(rows), None if weighted else imbalance(rows), None if start else scarcity(rows)):
             if problem:
                 logger.warning(problem)
 
@@ -354,7 +362,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     if trainer.speed is not None and training.speed_choice == "auto":
         speed = trainer.speed
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in speed.ratios.items())
-        reason = f"the fastest here; time relative to the plain model: {ratios}" if ratios else "not measured"
+        reason = f"the fastest here; relative times: {ratios}" if ratios else "not measured"
         logger.info("Chosen for the machine in %.1f s: speed_choice %s, %s", speed.seconds, speed.choice, reason)
         recipe.add({"speed_choice": speed.choice}, "machine", reason)
     if training.should_save:
