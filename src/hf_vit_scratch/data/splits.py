@@ -55,7 +55,7 @@ def load_splits(
         seed: Chooses the rows that are cut. `vit-scratch train` never changes it, so that all its seeds have one test.
         labelled: If false, labels are not read, a folder may hold images anywhere, and all have the label 0.
         listing: File for a list of near duplicates, if there are any.
-        choices: Other fields of `DataArguments`.
+        choices: The flags of the same names, such as `label_column=["kind"]`.
 
     Raises:
         UserError: The data cannot be used; the message says why and what to do.

@@ -110,7 +110,7 @@ class ViTTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = flag("accuracy", "Validation metric that says which model is best.")
     optim: str = flag("adamw_torch_fused", "Optimizer.")
     lr_scheduler_type: str = flag("cosine", "Learning rate schedule.")
-    seed: int = flag(42, "Seed of the weights, the order, the augmentation, and the images that are cut for a split.")
+    seed: int = flag(42, "Seed of the weights, the order and the augmentation; the splits are the same for all.")
     # Ours.
     task: str = flag(TASKS[0], f"What is learnt: {' or '.join(TASKS)}, which needs no labels.")
     mask_ratio: float = flag(0.6, "Masked image modelling: share of an image that is masked.")
