@@ -157,8 +157,9 @@ def fingerprint(splits: DatasetDict) -> str:
 
 
 def list_splits(splits: DatasetDict, path: Path) -> None:
-    """Write which local file is in which split, the columns `image` and `split`, if the images are in files."""
-    files = [(file, split) for split, rows in splits.items() for file in map(absolute, paths_of(rows)) if file]
+    """Write which local file is in which split, the columns `image` and `split`; nothing of a stream."""
+    loaded = {split: paths_of(rows) for split, rows in splits.items() if isinstance(rows, Dataset)}
+    files = [(absolute(file), split) for split, paths in loaded.items() for file in paths if file]
     pd.DataFrame(files, columns=["image", "split"]).to_csv(path, index=False)
 
 

@@ -45,7 +45,7 @@ from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
 from .initial_weights import NUM_PATCHES, start_local_attention, whiten_patches
 from .optimizers import freeze
-from .recipe import Recipe, model_config
+from .recipe import FACTS, Recipe, model_config
 from .starting_point import build_from, load_starting_model
 from .trainer import ViTTrainer
 
@@ -170,7 +170,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
 
 def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     """Warn if the starting model, which may be a checkpoint of a run, has learnt from other splits."""
-    run = next((folder for folder in (model, model.parent) if Recipe.load(folder)), model)
+    run = model if (model / FACTS).is_file() else model.parent
     begun = Recipe.load(run)
     if begun is None or begun.fingerprint == recipe.fingerprint:
         return
