@@ -160,6 +160,7 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
     rows = splits[source]
     counts, groups = np.bincount(_strata(rows)), np.arange(len(rows)) if groups is None else groups
     for name, fraction in fractions.items():
+        why = ""
         if name in splits:
             if not args.streaming and fraction != getattr(DataArguments, f"{name}_fraction"):
                 logger.warning("%s has a %s split, so --%s_fraction changes nothing.", args.data, name, name)
@@ -167,17 +168,18 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             wanted = np.maximum(1, np.rint(fraction * counts).astype(int))
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
+            why = ": its images are one group, or near duplicates"
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
             number, how = len(splits[name]), ", in whole groups" if args.group_by else ""
             share = 100 * number / len(rows)
             logger.info("%s: %d of %d images (%.0f%%) cut for %s%s", args.data, number, len(rows), share, name, how)
-            without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
-            if without.size:
-                names = [label_names(rows.features["label"])[place] for place in without]
-                logger.warning(
-                    "%s: %s has no image of %s%s: its images are one group, or near duplicates.",
-                    args.data, name, ", ".join(map(repr, names[:5])), ", ..." * (len(names) > 5),
-                )  # fmt: skip
+        without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
+        if without.size:
+            names = [label_names(rows.features["label"])[place] for place in without]
+            logger.warning(
+                "%s: %s has no image of %s%s%s.",
+                args.data, name, ", ".join(map(repr, names[:5])), ", ..." * (len(names) > 5), why,
+            )  # fmt: skip
 
 
 def _strata(rows: Dataset) -> NDArray[Any]:

@@ -157,10 +157,25 @@ def fingerprint(splits: DatasetDict) -> str:
 
 
 def list_splits(splits: DatasetDict, path: Path) -> None:
-    """Write which local file is in which split, the columns `image` and `split`; nothing of a stream."""
+    """Write which local file is in which split, and its size; nothing of a stream."""
     loaded = {split: paths_of(rows) for split, rows in splits.items() if isinstance(rows, Dataset)}
-    files = [(absolute(file), split) for split, paths in loaded.items() for file in paths if file]
-    pd.DataFrame(files, columns=["image", "split"]).to_csv(path, index=False)
+    files = [
+        (absolute(file), os.path.getsize(file), split)
+        for split, paths in loaded.items()
+        for file in paths
+        if os.path.isfile(file)
+    ]
+    pd.DataFrame(files, columns=["image", "bytes", "split"]).to_csv(path, index=False)
+
+
+def count_learnt(run: Path, rows: Dataset) -> int | None:
+    """Return how many images have the name and size of one that a run was trained on, or `None` if that is unknown."""
+    if not (run / SPLITS).is_file():
+        return None
+    trained = pd.read_csv(run / SPLITS).query("split == 'train'")
+    known = {*zip(map(os.path.basename, trained["image"]), trained["bytes"], strict=True)}
+    files = [path for path in paths_of(rows) if os.path.isfile(path)]
+    return sum((os.path.basename(path), os.path.getsize(path)) in known for path in files)
 
 
 def load_digits() -> DatasetDict:

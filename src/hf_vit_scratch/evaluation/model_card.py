@@ -171,7 +171,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         results["for comparison"] = f"{row['support'] / first['images']:.1%} by always answering {name}"
     if first["problem_type"] == "multi_label_classification" and "per_class" in first:
         shares = [row["support"] / first["images"] for row in first["per_class"].values() if "auroc" in row]
-        results["for comparison"] = f"{sum(shares) / max(len(shares), 1):.3f} by answering at random"
+        results["for comparison"] = f"mean average precision {sum(shares) / max(len(shares), 1):.3f} at random"
     if trust := first.get("trust"):
         error, before = trust["calibration_error"], trust["error_before"]
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"

@@ -30,7 +30,7 @@ from ..conversion.export_proof import evaluate_scores, scores_of_export
 from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..data.images import images_of, local_path
 from ..data.options import DataArguments
-from ..data.splits import absolute, find_split, load_split, with_names
+from ..data.splits import absolute, count_learnt, find_split, load_split, with_names
 from ..data.targets import targets_of
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation import exported
@@ -129,7 +129,13 @@ def load_rows(
     if data is not None and absolute(data) != absolute(own):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
-        return data, load_split(DataArguments(**flags | {"data": data, "streaming": False}), split)
+        rows = load_split(DataArguments(**flags | {"data": data, "streaming": False}), split)
+        if number := 0 if run is None else count_learnt(run, rows):
+            logger.warning(
+                "%s: %d of the %d images are of those that %s was trained on, by name and size. Its accuracy on them "
+                "is too good.", data, number, len(rows), run,
+            )  # fmt: skip
+        return data, rows
     args.data.data = own
     splits = steps.load_data(args)
     if run is not None and not args.data.streaming:  # the images of a stream are not known

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
@@ -24,10 +23,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..conversion.names import LoadedModel
 from ..data.augmentation import Augmentation, training_stages
 from ..data.dataset import BatchTransform, ImageClassificationDataset
-from ..data.groups import paths_of
 from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
-from ..data.splits import SPLITS, absolute, fingerprint, load_splits
+from ..data.splits import absolute, count_learnt, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
 from ..data.targets import class_counts, describe, imbalance, joined, label_names, problem_type, scarcity, targets_of
 from ..errors import UserError, blame_the_user
@@ -174,14 +172,11 @@ def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     begun = Recipe.load(run)
     if begun is None or begun.fingerprint == recipe.fingerprint:
         return
-    number = "an unknown number"
-    if (listing := run / SPLITS).is_file():
-        known = {*pd.read_csv(listing).query("split == 'train'")["image"]}
-        number = str(sum(absolute(path) in known for path in paths_of(test)))
-    logger.warning(
-        "%s has learnt from other splits, of %s: from %s of the %d test images of now, under the same name. If there "
-        "are any, the test accuracy is too good.", model, begun.data, number, len(test),
-    )  # fmt: skip
+    number = count_learnt(run, test)
+    what = f"from {number} of the {len(test)} test images of now: the test accuracy will be too good"
+    if not number:
+        what = "perhaps from test images of now" if number is None else "from none of the test images of now"
+    logger.warning("%s has learnt from other splits, of %s, %s.", model, begun.data, what)
 
 
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
@@ -191,7 +186,7 @@ def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
         raise UserError(
             f"{run} holds a run with other images: {recipe.fingerprint}, now {images}. The splits would be cut anew, "
             "so training images could come into the test split. Restore the images that the run began with, each "
-            "under its old name, or start a new run."
+            "under its old name, or start a new run. To evaluate or export, give --data with images to test on."
         )
     return images
 
