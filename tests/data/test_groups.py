@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from itertools import combinations
 
 import numpy as np
@@ -296,3 +297,13 @@ def test_column_of_groups_is_not_needed_to_evaluate(tmp_path):
     rows = load_split(DataArguments(data=str(tmp_path), group_by="patient"), None)
 
     assert rows.column_names == ["image", "label"]
+
+
+def test_class_without_an_image_in_a_test_split_that_was_given_is_named(caplog):
+    image, labels = Image.new("L", (2, 2)), [0, 1] * 20
+    splits = {"train": rows_of([image] * 40, labels), "test": rows_of([image] * 3, [0] * 3)}
+
+    cut_the_missing(DataArguments(), splits, None, 0)
+
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert re.fullmatch(r"digits: test has no image of '\w+'\.", warning)
