@@ -93,6 +93,14 @@ def test_table_at_the_end_says_what_a_reader_looks_for_first():
     ]
 
 
+def test_table_compares_several_labels_with_random_answers():
+    known, empty = SCORES | {"auroc": 0.9, "average-precision": 0.8}, SCORES | {"support": 0.0}
+    several = {"problem_type": "multi_label_classification", "images": 4, "labels": ["day", "fox", "never"]}
+    rows = {"day": known, "fox": known | {"support": 1.0}, "never": empty}
+
+    assert "For comparison  mean average precision 0.500 at random" in report.summary(several | {"per_class": rows}, 4)
+
+
 def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_classes_lacks():
     many = report.summary(METRICS | CLASSES | {"per_class": {str(number): SCORES for number in range(11)}}, 4)
     assert "Class " not in many

@@ -3,7 +3,9 @@
 import functools
 import logging
 import shutil
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import timm
 import torch
@@ -12,12 +14,14 @@ from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from helpers import randomize_
 from safetensors.torch import load_file
-from test_train_script import train
+from test_train_script import SMALL, train
 from timm.models import save_for_hf
 from torchvision.models import VisionTransformer
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, ViTModel
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+import vit_scratch
+from hf_vit_scratch.data.splits import SPLITS
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import auto_config, steps
 from hf_vit_scratch.training.recipe import RECIPES, parse_recipe
@@ -328,3 +332,30 @@ def test_recipe_for_fine_tuning_trains(vit, class_folders, tmp_path, monkeypatch
     assert all(torch.isfinite(tensor).all() for tensor in tuned.values())
     saved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert (saved["layer_decay"], saved["model"]) == (0.75, vit)
+
+
+def test_test_images_that_the_starting_model_has_learnt_from_are_counted(class_folders, tmp_path, caplog):
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(
+        "{image_size: [32], patch_size: [8], max_steps: 1, eval_strategy: no, load_best_model_at_end: no, "
+        "use_cpu: yes, disable_tqdm: yes}"
+    )
+    argv = [str(recipe), "--data", str(class_folders)]
+    train.main([*argv, *SMALL, "--num_attention_heads", "2", "--output_dir", str(tmp_path / "first")])
+    splits = pd.read_csv(tmp_path / "first" / SPLITS)
+    for name in splits.query("split == 'test'")["image"]:
+        Path(name).unlink()  # so that all others of the new test split were trained on, or in validation
+
+    new = tmp_path / "new"
+    train.main([*argv, "--model", str(tmp_path / "first"), "--test_fraction", "0.5", "--output_dir", str(new)])
+
+    trained = {*splits.query("split == 'train'")["image"]}
+    tested = [*pd.read_csv(new / SPLITS).query("split == 'test'")["image"]]
+    number = len(trained.intersection(tested))
+    assert number > 0
+    assert f"{number} of the {len(tested)} test images are among its training images" in caplog.text
+    shutil.copytree(class_folders, tmp_path / "copies")  # as whoever sorts images into other folders makes them
+    evaluate = ["evaluate", str(tmp_path / "first"), "--data", str(tmp_path / "copies"), "--use_cpu", "true"]
+    assert vit_scratch.main([*evaluate, "--output_dir", str(tmp_path / "report")]) == 0
+    left = len([*(tmp_path / "copies").rglob("*.jpg")])
+    assert f"{len(trained)} of the {left} images are of those that" in caplog.text

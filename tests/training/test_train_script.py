@@ -10,7 +10,6 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import yaml
@@ -21,7 +20,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.groups import LISTING
-from hf_vit_scratch.data.splits import SPLITS, load_digits
+from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
@@ -32,7 +31,6 @@ from hf_vit_scratch.training.trainer import ViTTrainer
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
-import vit_scratch  # noqa: E402
 
 SMALL = ["--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--use_cpu", "true",
          "--disable_tqdm", "true"]  # fmt: skip
@@ -246,35 +244,8 @@ def test_starting_from_a_run_with_other_splits_is_warned_of(run, tmp_path, caplo
 
     train.main([*argv, "--near_duplicates", "ignore", "--output_dir", str(tmp_path / "new")])
 
-    said = f"{run[0]} has learnt from other splits, of digits, perhaps from test images of now."
+    said = f"{run[0]} was trained on other splits, of digits. Some test images may be among its training images"
     assert (said in caplog.text) == (share == 0.2)  # another seed cuts the same splits
-
-
-def test_test_images_that_the_starting_model_has_learnt_from_are_counted(class_folders, tmp_path, caplog):
-    recipe = tmp_path / "short.yaml"
-    recipe.write_text(
-        "{image_size: [32], patch_size: [8], max_steps: 1, eval_strategy: no, load_best_model_at_end: no, "
-        "use_cpu: yes, disable_tqdm: yes}"
-    )
-    argv = [str(recipe), "--data", str(class_folders)]
-    train.main([*argv, *SMALL, "--num_attention_heads", "2", "--output_dir", str(tmp_path / "first")])
-    splits = pd.read_csv(tmp_path / "first" / SPLITS)
-    for name in splits.query("split == 'test'")["image"]:
-        Path(name).unlink()  # so that all others of the new test split were trained on, or in validation
-
-    new = tmp_path / "new"
-    train.main([*argv, "--model", str(tmp_path / "first"), "--test_fraction", "0.5", "--output_dir", str(new)])
-
-    trained = {*splits.query("split == 'train'")["image"]}
-    tested = [*pd.read_csv(new / SPLITS).query("split == 'test'")["image"]]
-    number = len(trained.intersection(tested))
-    assert number > 0
-    assert f"from {number} of the {len(tested)} test images of now: the test accuracy will be too good" in caplog.text
-    shutil.copytree(class_folders, tmp_path / "copies")  # as whoever sorts images into other folders makes them
-    evaluate = ["evaluate", str(tmp_path / "first"), "--data", str(tmp_path / "copies"), "--use_cpu", "true"]
-    assert vit_scratch.main([*evaluate, "--output_dir", str(tmp_path / "report")]) == 0
-    left = len([*(tmp_path / "copies").rglob("*.jpg")])
-    assert f"{len(trained)} of the {left} images are of those that" in caplog.text
 
 
 def test_list_of_near_duplicates_of_a_check_is_replaced(tmp_path):

@@ -156,26 +156,25 @@ def fingerprint(splits: DatasetDict) -> str:
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"
 
 
+def _files(rows: Dataset) -> list[tuple[str, int]]:
+    """Return the absolute path and the size in bytes of each image that is a local file."""
+    return [(absolute(path), os.path.getsize(path)) for path in paths_of(rows) if os.path.isfile(path)]
+
+
 def list_splits(splits: DatasetDict, path: Path) -> None:
-    """Write which local file is in which split, and its size; nothing of a stream."""
-    loaded = {split: paths_of(rows) for split, rows in splits.items() if isinstance(rows, Dataset)}
-    files = [
-        (absolute(file), os.path.getsize(file), split)
-        for split, paths in loaded.items()
-        for file in paths
-        if os.path.isfile(file)
-    ]
+    """Write which local file is in which split, and its size in bytes; nothing of a stream."""
+    files = [(*file, split) for split, rows in splits.items() if isinstance(rows, Dataset) for file in _files(rows)]
     pd.DataFrame(files, columns=["image", "bytes", "split"]).to_csv(path, index=False)
 
 
 def count_learnt(run: Path, rows: Dataset) -> int | None:
-    """Return how many images have the name and size of one that a run was trained on, or `None` if that is unknown."""
+    """Return how many images have the name and size of one that a run was trained on; `None` if no files tell."""
     if not (run / SPLITS).is_file():
         return None
     trained = pd.read_csv(run / SPLITS).query("split == 'train'")
     known = {*zip(map(os.path.basename, trained["image"]), trained["bytes"], strict=True)}
-    files = [path for path in paths_of(rows) if os.path.isfile(path)]
-    return sum((os.path.basename(path), os.path.getsize(path)) in known for path in files)
+    files = _files(rows)
+    return sum((os.path.basename(path), size) in known for path, size in files) if known and files else None
 
 
 def load_digits() -> DatasetDict:

@@ -87,12 +87,12 @@ def imbalance(rows: Dataset) -> str | None:
     )
 
 
-def joined(rows: Dataset) -> str | None:
+def joined_labels(rows: Dataset) -> str | None:
     """Return what to try if the names of single classes look like several labels each, such as `cat;night`."""
     names = label_names(rows.features["label"])
     for separator in ";|," if isinstance(rows.features["label"], ClassLabel) else "":
         parts = {*chain(*(split_names(name, separator) for name in names))}
-        if len(parts) < len(names) and sum(separator in name for name in names) > len(names) / 2:
+        if len(parts) <= len(names) and sum(separator in name for name in names) > len(names) / 2:
             return (
                 f"{names[-1]!r} is one class, though it looks like several labels. If each image can have several, "
                 f"give --label_separator '{separator}'."

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..data.dataset import ImageClassificationDataset
 from ..data.images import denormalize
-from ..data.targets import class_counts, imbalance, joined, label_names, problem_type, targets_of
+from ..data.targets import class_counts, imbalance, joined_labels, label_names, problem_type, targets_of
 from ..evaluation.figures import plot_images
 from ..evaluation.metrics import problem_type_of
 from .auto_config import images_per_second, planned_passes, sizes_and_modes
@@ -66,7 +66,7 @@ def _labels(splits: DatasetDict) -> list[str]:
         print(f"Classes    {split}: {len(rows)} images of {len(names)} classes, {spread}")
         if split != "train":
             continue
-        if problem := joined(rows) or imbalance(rows):
+        if problem := joined_labels(rows) or imbalance(rows):
             problems.append(problem)
         elif counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")

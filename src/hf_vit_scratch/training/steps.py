@@ -27,7 +27,16 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import absolute, count_learnt, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..data.targets import class_counts, describe, imbalance, joined, label_names, problem_type, scarcity, targets_of
+from ..data.targets import (
+    class_counts,
+    describe,
+    imbalance,
+    joined_labels,
+    label_names,
+    problem_type,
+    scarcity,
+    targets_of,
+)
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -173,10 +182,11 @@ def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     if begun is None or begun.fingerprint == recipe.fingerprint:
         return
     number = count_learnt(run, test)
-    what = f"from {number} of the {len(test)} test images of now: the test accuracy will be too good"
+    what = f"{number} of the {len(test)} test images are among its training images: the test accuracy is too good."
     if not number:
-        what = "perhaps from test images of now" if number is None else "from none of the test images of now"
-    logger.warning("%s has learnt from other splits, of %s, %s.", model, begun.data, what)
+        some = "Some test images may be" if number is None else "None of the test images is"
+        what = f"{some} among its training images."
+    logger.warning("%s was trained on other splits, of %s. %s", model, begun.data, what)
 
 
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:
@@ -225,7 +235,7 @@ def fit_to_labels(
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
     elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
-        for problem in (joined(rows), None if weighted else imbalance(rows), None if start else scarcity(rows)):
+        for problem in (joined_labels(rows), None if weighted else imbalance(rows), None if start else scarcity(rows)):
             if problem:
                 logger.warning(problem)
 
