@@ -157,7 +157,7 @@ def train_other(method: str, run_dir: Path, seconds: float, seed: int) -> dict[s
     torch.manual_seed(seed)
     settings = json.loads((run_dir / "settings.json").read_text())
     config = settings["config"]
-    splits = load_splits(settings["data"], seed=seed)
+    splits = load_splits(settings["data"])
     classes = len(splits["train"].features["label"].names)
     if method == "transformers_vit":
         return train_stock(config, splits, seconds, seed, run_dir)

@@ -126,6 +126,15 @@ def test_card_of_an_adapter_is_not_that_of_a_model(digits, tmp_path):
     assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
 
 
+def test_tags_that_are_given_to_the_trainer_are_in_the_card(digits, tmp_path):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    trainer = ViTTrainer(model=model, args=arguments(tmp_path), train_dataset=digits[0])
+
+    trainer.create_model_card(tags="birds")
+
+    assert ModelCard.load(tmp_path / "README.md").data.tags == ["vision", "vit", "birds"]
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compiled_model_is_one_graph_for_every_batch_and_equals_the_model(model, training):
     model.train(training)

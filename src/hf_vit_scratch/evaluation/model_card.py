@@ -54,12 +54,18 @@ def describe_machine() -> dict[str, str]:
 
 
 def make_card(
-    runs: Sequence[Path], output: Path, *, name: str | None = None, data: str | None = None, license: str | None = None
+    runs: Sequence[Path],
+    output: Path,
+    *,
+    name: str | None = None,
+    data: str | None = None,
+    license: str | None = None,
+    tags: Sequence[str] = (),
 ) -> ModelCard:
     """Write the card of a run, or of several that differ only in their seed, with its figures beside it.
 
     The details and the name are those of the first folder. `data` describes the images of a local folder; `license` is
-    an identifier of the Hub, by default that of the run.
+    an identifier of the Hub, by default that of the run. `tags` are added to ours.
 
     Raises:
         UserError: A folder holds no finished run of a classifier, or the runs learnt different things.
@@ -94,7 +100,7 @@ def make_card(
             "model_name": name or runs[0].resolve().name,
             "license": license or recipe.get("license"),
             "pipeline_tag": "image-classification",
-            "tags": ["vision", "vit", *(["trained-from-scratch"] if from_scratch else [])],
+            "tags": ["vision", "vit", *(["trained-from-scratch"] if from_scratch else []), *tags],
             "datasets": [dataset] if dataset else None,
             "metrics": [metric],
             "eval_results": [result],
@@ -118,7 +124,13 @@ def make_card(
 
 
 def make_short_card(
-    model: ViTScratchPreTrainedModel, output: Path, *, name: str, status: str, license: str | None = None
+    model: ViTScratchPreTrainedModel,
+    output: Path,
+    *,
+    name: str,
+    status: str,
+    license: str | None = None,
+    tags: Sequence[str] = (),
 ) -> ModelCard:
     """Write the card of a model without results on a test split; `status` is one sentence on its training."""
     classifies = isinstance(model, ViTScratchForImageClassification)
@@ -126,7 +138,7 @@ def make_short_card(
         "model_name": name,
         "license": license,
         "pipeline_tag": "image-classification" if classifies else "image-feature-extraction",
-        "tags": ["vision", "vit"],
+        "tags": ["vision", "vit", *tags],
     }
     auto_class = "AutoModelForImageClassification" if classifies else "AutoModel"
     return _write_card(output, model.config, metadata, status=status, auto_class=auto_class)

@@ -449,11 +449,12 @@ class ViTTrainer(Trainer):
             self._finish_current_push()
 
     def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
-        self, *, license: str | None = None, model_name: str | None = None, **kwargs: Any
+        self, *, license: str | None = None, model_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write our card instead of the stock Trainer's, which models of other classes keep."""
+        tags = [tags] if isinstance(tags, str) else tags or []
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
-            super().create_model_card(license=license, model_name=model_name, **kwargs)
+            super().create_model_card(license=license, model_name=model_name, tags=tags)
             return
         if not self.is_world_process_zero():
             return
@@ -461,14 +462,14 @@ class ViTTrainer(Trainer):
         name = model_name or output_dir.resolve().name
         is_tested = self.args.task == "image-classification" and (output_dir / "metrics.json").is_file()
         if is_tested and not self.is_in_train:
-            make_card([output_dir], output_dir / "README.md", name=name, license=license)
+            make_card([output_dir], output_dir / "README.md", name=name, license=license, tags=tags)
             return
         status = "It was not tested."
         if self.is_in_train:
             status = "Its training goes on: these weights are not the last ones."
         elif self.args.task == "masked-image-modeling":
             status = "It was trained without labels, to reconstruct masked patches; other training can start from it."
-        make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license)
+        make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license, tags=tags)
 
     # Contexts
 
