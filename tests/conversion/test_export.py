@@ -60,14 +60,6 @@ def odd_scores(answering, classify):
 @pytest.mark.parametrize("resample", [2, 3], ids=["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(16, 24), (1, 1), (5, 3), (700, 40), (333, 512), (8, 12), (32, 96)], ids=str)
 def test_images_are_prepared_to_the_byte_as_by_the_image_processor(size, resample):
-    class Pixels(nn.Module):
-        """Its logits are its input."""
-
-        config = SimpleNamespace(problem_type="regression")
-
-        def forward(self, pixel_values):
-            return SimpleNamespace(logits=pixel_values)
-
     images = torch.randint(256, (2, *size, 3), dtype=torch.uint8)
     images[1, :, : size[1] // 2] = 255  # an edge, beyond which the cubic filter goes
     preparing = processor(resample=resample)
@@ -76,6 +68,30 @@ def test_images_are_prepared_to_the_byte_as_by_the_image_processor(size, resampl
 
     expected = preparing(images=[*images.permute(0, 3, 1, 2)], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-6)
+
+
+class Pixels(nn.Module):
+    """A model whose logits are its input."""
+
+    config = SimpleNamespace(problem_type="regression")
+
+    def set_attn_implementation(self, name):
+        pass
+
+    def forward(self, pixel_values):
+        return SimpleNamespace(logits=pixel_values)
+
+
+@pytest.mark.parametrize("resample", [2, 3], ids=["bilinear", "bicubic"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_file_prepares_photographs_to_the_byte_as_the_image_processor_does(format, resample, tmp_path):
+    preparing = ViTImageProcessor(size={"height": 64, "width": 224}, do_normalize=False, resample=resample)
+    classify = exported.load(export(SimpleNamespace(model=Pixels(), image_processor=preparing), tmp_path, format))
+
+    for size in [(272, 182), (259, 273), (1000, 750), (33, 1500)]:
+        image = torch.randint(256, (1, *size, 3), dtype=torch.uint8)
+        expected = preparing(images=image[0].movedim(-1, 0), return_tensors="np")["pixel_values"]
+        np.testing.assert_allclose(classify(image.numpy()), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,24 +47,24 @@ class ImageScores(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Resize images along their width, then their height, and classify them."""
-        pixels = images.permute(0, 3, 1, 2).float()
+        pixels = images.permute(0, 3, 1, 2).double()  # in which torch's sums of integers are exact
         pixels = _to_bytes(pixels @ resizing_matrix(pixels.shape[3], self.size[1], self.bicubic).T)
         pixels = _to_bytes(resizing_matrix(pixels.shape[2], self.size[0], self.bicubic) @ pixels)
-        logits = self.model((pixels - self.mean) / self.std).logits
+        logits = self.model((pixels.float() - self.mean) / self.std).logits
         if self.problem_type == "regression":
             return logits
         return logits.sigmoid() if self.problem_type == "multi_label_classification" else logits.softmax(-1)
 
 
 def resizing_matrix(old: int, new: int, bicubic: bool) -> Tensor:
-    """Return the weights (new, old) by which torch resizes bytes with antialiasing, as Pillow does.
+    """Return the weights (new, old), in float64, by which torch resizes bytes with antialiasing, as Pillow does.
 
     The filter is a triangle or Keys' cubic (Keys 1981, https://doi.org/10.1109/TASSP.1981.1163711, a = -1/2), as wide
     as the step between new pixels. Weights are rounded to 16-bit integers times one power of two.
     """
-    step: Any = old / new  # a symbol, while the graph is traced
-    centre = (torch.arange(new)[:, None] + 0.5) * step
-    distance: Tensor = (torch.arange(old) + 0.5 - centre).abs() / torch.sym_max(step, 1.0)
+    step = torch.full((), old, dtype=torch.float64) / new
+    centre = (torch.arange(new, dtype=torch.float64)[:, None] + 0.5) * step
+    distance = (torch.arange(old) + 0.5 - centre).abs() / step.clamp(min=1)
     if bicubic:
         near = (1.5 * distance - 2.5) * distance**2 + 1
         far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
