@@ -238,13 +238,18 @@ def saved(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_writes_every_picture(saved, tmp_path, photographs, capsys):
-    photographs[0].save(tmp_path / "photo.png")
-    output = tmp_path / "pictures"
-    assert vit_scratch.main(["explain", str(saved), str(tmp_path / "photo.png"), "--output_dir", str(output)]) == 0
+def test_the_command_writes_every_picture_of_every_image(saved, tmp_path, photographs, capsys):
+    output, names = (
+        tmp_path / "pictures",
+        ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"],
+    )
+    for image, file in zip(photographs, ("photo.png", "other.png"), strict=False):
+        image.save(tmp_path / file)
+    files = [str(tmp_path / "photo.png"), str(tmp_path / "other.png")]
+    assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out.split()
     names = ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"]
-    assert printed == [str(output / f"photo_{name}.png") for name in names]
+    assert printed == [str(output / f"{image}_{name}.png") for image in ("photo", "other") for name in names]
     for path in printed:
         assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn
 
@@ -298,6 +303,14 @@ def test_map_is_that_of_the_class_even_if_another_one_has_its_name(photographs):
     assert torch.equal(alike.class_attention, apart.class_attention)
     assert {prediction["label"] for prediction in alike.predictions} == {"crane", "$5_to_$10"}
     attention_maps.draw_all(pipe, photographs[0])["class_attention"].savefig(io.BytesIO())
+
+
+def test_images_whose_pictures_would_have_one_name_are_refused(saved, tmp_path, photographs, capsys):
+    photographs[0].save(tmp_path / "photo.png")
+    photographs[0].save(tmp_path / "photo.jpg")
+    files = [str(tmp_path / "photo.png"), str(tmp_path / "photo.jpg")]
+    assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(tmp_path / "pictures")]) == 2
+    assert "Two of the images have the same name" in capsys.readouterr().err
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

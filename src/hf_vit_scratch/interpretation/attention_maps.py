@@ -1,6 +1,6 @@
 """Compute and draw what a trained model attends to in an image.
 
-    vit-scratch explain runs/digits a_digit.png --output_dir pictures
+    vit-scratch explain runs/digits a_digit.png --output_dir pictures    more images may follow
 
 Shapes: B images, L layers, H heads, N tokens (the class token, if there is one, then the patches row by row),
 rows x cols patches.
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize
+from ..errors import UserError
 from ..evaluation.figures import plain
 from ..evaluation.predict import classes_by_number, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
@@ -308,13 +309,16 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explain`."""
     parser = model_parser("vit-scratch explain", __doc__)
-    parser.add_argument("image", metavar="IMAGE", help="image file")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files of different names")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
-    image = decode_image({"path": args.image, "bytes": None}, args.image)
-    figures = draw_all(load_classifier(args.model, args.device), image)
+    images = {Path(file).stem: decode_image({"path": file, "bytes": None}, file) for file in args.images}
+    if len(images) < len(args.images):
+        raise UserError("Two of the images have the same name, so their pictures would too. Draw them one by one.")
+    classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        path = args.output_dir / f"{Path(args.image).stem}_{name}.png"
-        figure.savefig(path, dpi=150)
-        print(path)
+    for stem, image in images.items():
+        for name, figure in draw_all(classifier, image).items():
+            path = args.output_dir / f"{stem}_{name}.png"
+            figure.savefig(path, dpi=150)
+            print(path)
