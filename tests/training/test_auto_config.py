@@ -195,7 +195,7 @@ def test_passes_are_as_many_as_fit_into_the_time(monkeypatch):
 
     possible = auto_config.TIME_FOR_STEPS * 400 * 300 / 2_000
     assert 1.4 * possible < chosen["num_train_epochs"] < 1.6 * possible  # the minutes end it, even if it gets faster
-    assert "a limit: about 54 fit into the 5 minutes, which end the run; 300 would be best" in lines[0]
+    assert "never more; about 54 fit into the 5 minutes, which end the run; 300 would be best" in lines[0]
     assert length(2_000, 800.0, monkeypatch, *minutes)[0]["num_train_epochs"] > 1.9 * chosen["num_train_epochs"]
 
 

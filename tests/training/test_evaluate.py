@@ -62,6 +62,13 @@ def write_folders(folder, classes, rows=None):
     return str(folder)
 
 
+def test_report_can_be_redirected_into_a_file(evaluate, tmp_path, capsys):
+    report = evaluate()
+    printed = capsys.readouterr().out
+    assert f"Test accuracy           {report['test_accuracy']:.1%}" in printed
+    assert printed.splitlines()[-1].startswith(f"Files      {tmp_path / 'out'}: ")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--data", "digits", "--split", "test"]])
 def test_report_of_the_runs_own_test_split_is_that_of_the_run(arguments, run, evaluate, tmp_path):
     report = evaluate(*arguments)

@@ -1,7 +1,6 @@
 """The files of a finished run: metrics, log, figures and the model card."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +28,6 @@ NUM_MISTAKES, SHOWN_PIXELS = 24, 512  # images in the figure, and their largest 
 ANSWERS = "_answers.csv"
 FEW_CLASSES = 10  # whose scores fit into the log
 
-logger = logging.getLogger(__name__)
-
 
 def report_on_test_split(
     trainer: Any, test_dataset: ImageClassificationDataset, data: str, command: str
@@ -54,7 +51,7 @@ def report_on_test_split(
     trainer.create_model_card()
     minutes = max(line.get("minutes", 0.0) for line in history)
     table = summary(report, len(test_dataset), minutes)
-    logger.info("\n%s\nFiles      %s: the model, and README.md with all results", table, output_dir)
+    print(f"\n{table}\nFiles      {output_dir}: the model, and README.md with all results")
     return outputs.metrics
 
 

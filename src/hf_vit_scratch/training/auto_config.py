@@ -127,7 +127,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
             wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
             fit = f"about {possible:.0f} fit into the {minutes:g} minutes, which end the run"
-            reason = f"a limit: {fit}; {wanted} would be best"
+            reason = f"never more; {fit}; {wanted} would be best"
             wanted = min(wanted, math.ceil(FASTER * possible))
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)

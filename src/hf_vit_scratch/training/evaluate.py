@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     report = write_report(outputs, rows, source, shlex.join(["vit-scratch", "evaluate", *argv]), output_dir)
     plot_report(report, *(output_dir / f"{name}.png" for name in ("confusion_matrix", "reliability")))
-    logger.info("\n%s\nFiles      %s: metrics.json, _answers.csv and figures", summary(report, len(rows)), output_dir)
+    print(f"\n{summary(report, len(rows))}\nFiles      {output_dir}: metrics.json, _answers.csv and figures")
 
 
 def parser_of_runs(command: str, usage: str, description: str | None) -> argparse.ArgumentParser:

@@ -38,8 +38,6 @@ from ..evaluation.model_card import describe_machine
 from ..evaluation.predict import load_classifier, refuse_other_models
 from .evaluate import load_rows, open_run, parser_of_runs
 
-logger = logging.getLogger(__name__)
-
 MOST_IMAGES = 10_000  # of the proof
 CALIBRATION_IMAGES = 256
 LARGEST_SIDE = 512  # of the images of calibration and measurement, in pixels
@@ -100,9 +98,7 @@ def main(argv: Sequence[str]) -> None:
     shutil.copy(exported.__file__, folder / "predict.py")
     needed = [f"{runtime}=={version(runtime).partition('+')[0]}", "pillow", *(["numpy"] if runtime == "torch" else [])]
     (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
-    logger.info(
-        "\n%s\nFiles      %s: %s, predict.py, requirements.txt, export.json", summary(facts), folder, path.name
-    )
+    print(f"\n{summary(facts)}\nFiles      {folder}: {path.name}, predict.py, requirements.txt, export.json")
     if facts["faults"]:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
 

@@ -189,7 +189,7 @@ def data_report(trainer: ViTTrainer) -> str:
         needed = passes * len(dataset) / (min(loading, computing / slower) * trainer.args.world_size) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
-        print(f"Time       about {minutes:.1f} minutes of training, {passes:.0f} passes over the images")
+        print(f"Time       about {minutes:.1f} minutes of training, about {passes:.0f} passes over the images")
     return bound
 
 
