@@ -1,5 +1,6 @@
 """`--check`: what a user is told about data and model before a long run."""
 
+import csv
 import re
 import shutil
 
@@ -34,7 +35,7 @@ def test_digits_pass(capsys, tmp_path):
     ].replace(" L;", " RGB;")
     assert "Nothing stands in the way of training." in lines["Verdict"]
     assert "the model alone" in lines["Speed"]
-    assert re.search(r"about \d+\.\d minutes of training, 60 passes over the images", lines["Time"])
+    assert re.search(r"about \d+\.\d minutes of training, about 60 passes at this speed", lines["Time"])
     assert re.search(r"\d images/s\): it falls$", lines["Trial"])
     with Image.open(tmp_path / "_samples.png") as sheet:
         assert sheet.size == (1056, 1386)  # six rows of six images
@@ -80,6 +81,21 @@ def test_rare_class_and_small_images_are_pointed_out(capsys, tmp_path, class_fol
     assert "'flower' has 1 training images, 'temple' 48" in printed
     assert "100% of the images are smaller than what the model gets" in printed
     assert "width 96 to 96, height 64 to 64" in lines["Images"]
+
+
+def test_copies_with_different_labels_are_pointed_out(capsys, tmp_path, class_folders, without):
+    without("_overfit", "_trial", "data_report")
+    shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "flower" / "copy.jpg")
+    argv = ["cifar10_cpu", *SMALL, "--data", str(class_folders), "--output_dir", str(tmp_path / "run")]
+
+    passed, _, printed = check(capsys, *argv, "--image_size", "32", "--num_attention_heads", "4",
+                               "--near_duplicates", "keep_together", "--whiten_patches", "false")  # fmt: skip
+
+    assert not passed
+    listing = tmp_path / "run" / "_near_duplicates.csv"
+    differ = sum(row["same_label"] == "False" for row in csv.DictReader(listing.read_text().splitlines()))
+    assert differ >= 1
+    assert f"with different labels: {differ}. One of each is probably wrong: see {listing}." in printed
 
 
 def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch, without):
@@ -150,4 +166,4 @@ def test_minutes_count_the_larger_images_of_later_training(capsys, tmp_path, mon
                 "--initial_image_size", "4", "--initial_image_size_fraction", "0.5"])  # fmt: skip
 
     # 1,295 images at first, half of the time with four times as many pixels
-    assert f"about {2.5 * 100 * 1295 / 100 / 60:.1f} minutes of training, 100 passes" in capsys.readouterr().out
+    assert f"about {2.5 * 100 * 1295 / 100 / 60:.1f} minutes of training, about 100 passes" in capsys.readouterr().out

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
 from torch import Tensor
 
 from ..data.dataset import ImageClassificationDataset
+from ..data.groups import LISTING
 from ..data.images import denormalize
 from ..data.targets import class_counts, imbalance, joined_labels, label_names, problem_type, targets_of
 from ..evaluation.figures import plot_images
@@ -35,7 +37,8 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     whether loading or computing bounds the speed, the expected minutes, and whether the loss moves in the first
     seconds of real training. It uses up the model of the trainer.
     """
-    problems = [*_labels(splits), *_images(splits["train"], trainer)]
+    listing = Path(trainer.args.output_dir) / LISTING
+    problems = [*_labels(splits), *_near_duplicates(listing), *_images(splits["train"], trainer)]
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     problems += _overfit(trainer)
     trainer.model.load_state_dict(untrained)
@@ -71,6 +74,13 @@ def _labels(splits: DatasetDict) -> list[str]:
         elif counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")
     return problems
+
+
+def _near_duplicates(listing: Path) -> list[str]:
+    differ = int((~pd.read_csv(listing)["same_label"]).sum()) if listing.is_file() else 0
+    if not differ:
+        return []
+    return [f"Pairs of near duplicates with different labels: {differ}. One of each is probably wrong: see {listing}."]
 
 
 def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
@@ -189,7 +199,7 @@ def data_report(trainer: ViTTrainer) -> str:
         needed = passes * len(dataset) / (min(loading, computing / slower) * trainer.args.world_size) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
-        print(f"Time       about {minutes:.1f} minutes of training, about {passes:.0f} passes over the images")
+        print(f"Time       about {minutes:.1f} minutes of training, about {passes:.0f} passes at this speed")
     return bound
 
 
