@@ -216,7 +216,7 @@ def test_run_without_a_limit_ends_within_twenty_minutes_and_says_so(monkeypatch,
         chosen, _ = length(50_000, 100.0, monkeypatch)
 
     assert chosen["max_train_minutes"] == 20
-    assert "Training will take about 20.0 minutes: about 2 passes over 50000 images, at 90 images" in caplog.text
+    assert "Training will take about 20.0 minutes: about 2 passes over 50000 images, 90 a second" in caplog.text
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):

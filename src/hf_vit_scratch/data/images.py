@@ -29,7 +29,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-ADVICE = " Delete or replace it. Training and evaluation leave such files out with --corrupt_images skip."
+ADVICE = " Delete or replace it. Check, training and evaluation leave such files out with --corrupt_images skip."
 Result = TypeVar("Result")
 SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
 MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized

@@ -83,7 +83,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     areas = 20 + 500 * images / images.sum()
     axes.scatter(confidence, accuracy, s=areas, color="tab:blue", alpha=0.6, label="larger: more images")
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03), aspect="equal")
-    axes.set_title(f"expected calibration error {error:.3f}")
+    axes.set_title(f"expected calibration error {error:.3f} on these images")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", markerscale=0.5)
     figure.savefig(path, dpi=110)

@@ -156,7 +156,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
     if not training.check and not training.resume_from_checkpoint:  # they tell the time themselves
         logger.info(
-            "Training will take about %.1f minutes: about %.0f passes over %d images, at %.0f images per second.",
+            "Training will take about %.1f minutes: about %.0f passes over %d images, %.0f a second on average.",
             expected, passes, number, TIME_FOR_STEPS * speed,
         )  # fmt: skip
 
