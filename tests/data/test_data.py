@@ -422,7 +422,7 @@ def test_hidden_folders_are_left_out_and_other_files_are_counted(class_folders, 
     splits = load_splits(str(class_folders))
 
     assert sum(map(len, splits.values())) == 25
-    assert "photos: files left out: 2 .heic, 1 .0, 1 .1, 1 .2, 1 .3. If they are images, save" in caplog.text
+    assert "files left out: 2 .heic, 1 .0, 1 .1, 1 .2, 1 .3, such as flower/a.heic. If they are images" in caplog.text
 
 
 def test_images_in_no_class_folder_are_counted(class_folders, caplog):

@@ -44,13 +44,13 @@ def local_path(name: str) -> Path:
     return Path(os.path.expanduser(name))  # `Path.expanduser` fails for other names that begin with ~
 
 
-def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], Counter[str]]:
-    """Return the images in a folder, however deep, by their suffixes, and count the suffixes of other files.
+def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], list[str]]:
+    """Return the images in a folder, however deep, by their suffixes, and the paths of other files.
 
     Files and folders whose name begins with a dot are in neither. Links to folders are left out (`"skip"`), followed
     to each folder once (`"follow"`), or a `UserError` (`"refuse"`).
     """
-    found, others, seen = [], Counter[str](), {os.path.realpath(folder)}
+    found, others, seen = [], list[str](), {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards
@@ -67,18 +67,20 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
             if suffix in SUFFIXES:
                 found.append(os.path.join(parent, name))
             else:
-                others[suffix or "without a suffix"] += 1
+                others.append(os.path.join(parent, name))
     # In the order of paths, but as strings, for there may be a million.
     return [Path(path) for path in sorted(found, key=lambda path: path.split(os.sep))], others
 
 
-def warn_of_others(folder: Path, others: Counter[str]) -> None:
+def warn_of_others(folder: Path, others: list[str]) -> None:
     """Log which files of a folder are not used, by the second result of `find_image_files`."""
     if others:
-        listed = ", ".join(
-            f"{number} {suffix}" for suffix, number in Counter(dict(sorted(others.items()))).most_common(5)
+        suffixes = Counter(sorted(os.path.splitext(file)[1].lower() or "without a suffix" for file in others))
+        listed = ", ".join(f"{number} {suffix}" for suffix, number in suffixes.most_common(5))
+        first = os.path.relpath(min(others), folder)
+        logger.warning(
+            "%s: files left out: %s, such as %s. If they are images, save them as JPEG or PNG.", folder, listed, first
         )
-        logger.warning("%s: files left out: %s. If they are images, save them as JPEG or PNG.", folder, listed)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import glob
 import hashlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -283,7 +282,7 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
     for split, folder in splits.items():
         found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
         files = [(file, name) for name, (images, _) in found.items() for file in images]
-        warn_of_others(folder, sum((others for _, others in found.values()), Counter()))
+        warn_of_others(folder, sum((others for _, others in found.values()), []))
         if labelled:
             _check_class_folders(folder, files, names, splits["train"], nested=args.group_by is not None)
         elif not files:

@@ -141,7 +141,9 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(number / images_per_step)
     unchanged = min(0.1, UNCHANGED_STEPS / steps)
-    choose(f"the last {unchanged * steps:.0f} of {steps:.0f} steps", augmentation_off_fraction=round(unchanged, 4))
+    choose(
+        f"about the last {unchanged * steps:.0f} of {steps:.0f} steps", augmentation_off_fraction=round(unchanged, 4)
+    )
     if training.task == "image-classification" and config.problem_type != "regression":
         seen = f"{seen}; from {PASSES_TO_MIX} on, mixing"
         if mixes:
