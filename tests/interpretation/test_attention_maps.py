@@ -239,10 +239,7 @@ def saved(tmp_path):
 
 
 def test_the_command_writes_every_picture_of_every_image(saved, tmp_path, photographs, capsys):
-    output, names = (
-        tmp_path / "pictures",
-        ["attention", "rollout", "class_attention", "position_similarity", "patch_filters"],
-    )
+    output = tmp_path / "pictures"
     for image, file in zip(photographs, ("photo.png", "other.png"), strict=False):
         image.save(tmp_path / file)
     files = [str(tmp_path / "photo.png"), str(tmp_path / "other.png")]
@@ -310,7 +307,7 @@ def test_images_whose_pictures_would_have_one_name_are_refused(saved, tmp_path, 
     photographs[0].save(tmp_path / "photo.jpg")
     files = [str(tmp_path / "photo.png"), str(tmp_path / "photo.jpg")]
     assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(tmp_path / "pictures")]) == 2
-    assert "Two of the images have the same name" in capsys.readouterr().err
+    assert "got two called 'photo'. Give each an --output_dir of its own." in capsys.readouterr().err
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

@@ -95,7 +95,7 @@ def test_copies_with_different_labels_are_pointed_out(capsys, tmp_path, class_fo
     listing = tmp_path / "run" / "_near_duplicates.csv"
     differ = sum(row["same_label"] == "False" for row in csv.DictReader(listing.read_text().splitlines()))
     assert differ >= 1
-    assert f"with different labels: {differ}. One of each is probably wrong: see {listing}." in printed
+    assert f"with different labels: {differ}. Is one of each wrong? See {listing}." in printed
 
 
 def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch, without):

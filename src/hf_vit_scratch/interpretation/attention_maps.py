@@ -1,6 +1,6 @@
 """Compute and draw what a trained model attends to in an image.
 
-    vit-scratch explain runs/digits a_digit.png --output_dir pictures    more images may follow
+    vit-scratch explain runs/digits a_digit.png another_digit.png --output_dir pictures
 
 Shapes: B images, L layers, H heads, N tokens (the class token, if there is one, then the patches row by row),
 rows x cols patches.
@@ -312,12 +312,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files of different names")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
-    images = {Path(file).stem: decode_image({"path": file, "bytes": None}, file) for file in args.images}
-    if len(images) < len(args.images):
-        raise UserError("Two of the images have the same name, so their pictures would too. Draw them one by one.")
+    stems = [Path(file).stem for file in args.images]
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise UserError(
+            f"Images must have different names, for their pictures are called after them; got two called "
+            f"{twice[0]!r}. Give each an --output_dir of its own."
+        )
+    images = [decode_image({"path": file, "bytes": None}, file) for file in args.images]
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for stem, image in images.items():
+    for stem, image in zip(stems, images, strict=True):
         for name, figure in draw_all(classifier, image).items():
             path = args.output_dir / f"{stem}_{name}.png"
             figure.savefig(path, dpi=150)

@@ -80,7 +80,7 @@ def _near_duplicates(listing: Path) -> list[str]:
     differ = int((~pd.read_csv(listing)["same_label"]).sum()) if listing.is_file() else 0
     if not differ:
         return []
-    return [f"Pairs of near duplicates with different labels: {differ}. One of each is probably wrong: see {listing}."]
+    return [f"Pairs of near duplicates with different labels: {differ}. Is one of each wrong? See {listing}."]
 
 
 def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:

@@ -452,13 +452,13 @@ class ViTTrainer(Trainer):
         self, *, license: str | None = None, model_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write our card instead of the stock Trainer's, which models of other classes keep."""
-        tags = [tags] if isinstance(tags, str) else tags or []
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, tags=tags)
             return
         if not self.is_world_process_zero():
             return
         output_dir, license = Path(self.args.output_dir), license or self.args.license
+        tags = [tags] if isinstance(tags, str) else tags or []
         name = model_name or output_dir.resolve().name
         is_tested = self.args.task == "image-classification" and (output_dir / "metrics.json").is_file()
         if is_tested and not self.is_in_train:
