@@ -434,4 +434,4 @@ def test_files_of_a_folder_that_are_no_images_are_counted(mixed_images, caplog):
     (mixed_images / "photo.heic").touch()
 
     assert len(find_images([str(mixed_images)])) == 9
-    assert "files left out: 1 .heic, such as photo.heic. If they are images, save them as JPEG or PNG." in caplog.text
+    assert "files left out: 1 .heic (photo.heic). If they are images, save them as JPEG or PNG." in caplog.text

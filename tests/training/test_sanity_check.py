@@ -35,7 +35,7 @@ def test_digits_pass(capsys, tmp_path):
     ].replace(" L;", " RGB;")
     assert "Nothing stands in the way of training." in lines["Verdict"]
     assert "the model alone" in lines["Speed"]
-    assert re.search(r"about \d+\.\d minutes of training, about 60 passes at this speed", lines["Time"])
+    assert re.search(r"about \d+\.\d minutes of training, about 60 passes", lines["Time"])
     assert re.search(r"\d images/s\): it falls$", lines["Trial"])
     with Image.open(tmp_path / "_samples.png") as sheet:
         assert sheet.size == (1056, 1386)  # six rows of six images

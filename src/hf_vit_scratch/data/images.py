@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -73,13 +72,14 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
 
 
 def warn_of_others(folder: Path, others: list[str]) -> None:
-    """Log which files of a folder are not used, by the second result of `find_image_files`."""
-    if others:
-        suffixes = Counter(sorted(os.path.splitext(file)[1].lower() or "without a suffix" for file in others))
-        listed = ", ".join(f"{number} {suffix}" for suffix, number in suffixes.most_common(5))
-        first = os.path.relpath(min(others), folder)
+    """Log which files of a folder are not used, by the second result of `find_image_files`, with one of each kind."""
+    kinds: dict[str, list[str]] = {}
+    for file in sorted(others):
+        kinds.setdefault(os.path.splitext(file)[1].lower() or "without a suffix", []).append(file)
+    if commonest := sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:5]:
+        listed = (f"{len(files)} {suffix} ({os.path.relpath(files[0], folder)})" for suffix, files in commonest)
         logger.warning(
-            "%s: files left out: %s, such as %s. If they are images, save them as JPEG or PNG.", folder, listed, first
+            "%s: files left out: %s. If they are images, save them as JPEG or PNG.", folder, ", ".join(listed)
         )
 
 

@@ -13,6 +13,7 @@ PANELS = (
     ("learning rate", ("learning_rate",)),
     ("images per second", ("images_per_second",)),
 )
+LINES = ("-", "--", ":", "-.", "-")  # metrics may be equal, and then hide each other
 
 
 def _new_figure(width: float, height: float) -> Any:
@@ -31,10 +32,10 @@ def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot loss, accuracy, learning rate and throughput over the steps of a Trainer's log into a PNG file."""
     figure = _new_figure(10, 6.5)
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for name in names:
+        for name, style in zip(names, LINES, strict=False):
             points = [(logs["step"], float(logs[name])) for logs in log_history if name in logs]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=".", label=name)
+                axes.plot(*zip(*points, strict=True), style, marker=".", label=name)
         if axes.lines:
             axes.set(title=title, xlabel="step")
             axes.grid(alpha=0.3)
@@ -85,7 +86,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.03), ylim=(0, 1.03), aspect="equal")
     axes.set_title(f"expected calibration error {error:.3f} on these images")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", markerscale=0.5)
+    axes.legend(markerscale=0.5)
     figure.savefig(path, dpi=110)
 
 

@@ -104,6 +104,8 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     with blame_the_files(f"{model} cannot be loaded as an {kind}"):
         torch.empty(0, device=device)
         loaded, report = auto_class.from_pretrained(
@@ -221,8 +223,6 @@ def parse(
     for name, least in (("top_k", 1), ("batch_size", 1), ("num_workers", 0)):
         if getattr(args, name, least) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}.")
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # also that of loading
     return args, find_images(args.images)
 
 

@@ -199,7 +199,8 @@ def data_report(trainer: ViTTrainer) -> str:
         needed = passes * len(dataset) / (min(loading, computing / slower) * trainer.args.world_size) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
-        print(f"Time       about {minutes:.1f} minutes of training, about {passes:.0f} passes at this speed")
+        listed = "" if trainer.args.fit_to_images else f", about {passes:.0f} passes"  # whose number is in the plan
+        print(f"Time       about {minutes:.1f} minutes of training{listed}")
     return bound
 
 
