@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, Features, List
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from hf_vit_scratch.data.splits import SPLITS, count_learnt, list_splits, load_splits
+from hf_vit_scratch.data.splits import SPLITS, count_learnt, list_splits, load_splits, with_names
 from hf_vit_scratch.data.targets import describe, joined_labels, label_names, problem_type, targets_of
 from hf_vit_scratch.errors import UserError
 
@@ -53,6 +53,22 @@ def test_cell_of_a_table_holds_several_labels(folder, cell):
 
     assert rows.features["label"] == List(ClassLabel(names=["cat", "day", "night"]))
     assert (targets_of(rows).sum(axis=1) == 2).all()
+
+
+def test_labels_with_a_separator_are_no_decimal_commas(folder):
+    lines = [f"{name};{n % 2},2" for n, name in enumerate(NAMES)]
+    (folder / "tags.csv").write_text("\n".join(["file_name;tags", *lines]))
+
+    rows = load_splits(str(folder / "tags.csv"), label_column=["tags"], label_separator=",")["train"]
+
+    assert rows.features["label"] == List(ClassLabel(names=["0", "1", "2"]))
+
+
+def test_separator_beside_numbers_is_refused(folder):
+    table = write_table(folder / "ages.csv", age=[n + 0.5 for n in range(20)])
+
+    with pytest.raises(UserError, match=r"label_separator is for texts, but 'age' holds Value\('float64'\)"):
+        load_splits(str(table), label_column=["age"], label_separator=";")
 
 
 @pytest.mark.parametrize("names", [["cat;day", "cat;night", "dog;day", "dog;night"], ["cat;dog", "day;night"]])
@@ -110,6 +126,32 @@ def test_column_of_paths_is_found_by_its_values(folder):
     (folder / "labels.csv").write_text(text)
 
     assert len(load_splits(str(folder / "labels.csv"))["train"]) == 16
+
+
+def test_codes_that_look_like_powers_of_ten_are_classes(folder):
+    table = write_table(folder / "labels.csv", label=["1E1" if name[:3] == "cat" else "2E1" for name in NAMES])
+
+    assert load_splits(str(table))["train"].features["label"].names == ["1E1", "2E1"]
+
+
+def test_comma_at_the_end_of_each_row_moves_no_column(folder):
+    lines = [f"{name},{name[:3]}," for name in NAMES]
+    (folder / "labels.csv").write_text("\n".join(["file_name,label", *lines]))
+
+    assert load_splits(str(folder / "labels.csv"))["train"].features["label"].names == ["cat", "dog"]
+
+
+def test_column_called_image_can_be_the_group(folder):
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES], image=[n // 2 for n in range(20)])
+
+    assert len(load_splits(str(table), group_by="image", near_duplicates="ignore")["train"]) == 12  # whole pairs
+
+
+def test_whole_numbers_for_a_model_of_numbers_need_a_decimal_point(folder):
+    rows = load_splits(str(write_table(folder / "ages.csv", age=[n % 2 for n in range(20)])), label_column=["age"])
+
+    with pytest.raises(UserError, match=r"those of regression, .* Write them with a decimal point, such as 3\.0\."):
+        with_names("ages", rows["train"], ["age"], "regression")
 
 
 def test_class_called_none_stays_a_class(folder):

@@ -41,14 +41,14 @@ def photos(tmp_path, photographs):
 
 def read(path):
     """The names and vectors of a file."""
-    if path.suffix == ".npz":
+    if path.suffix.lower() == ".npz":
         with np.load(path) as arrays:
             return arrays["image"].tolist(), arrays["embedding"]
     table = pyarrow.parquet.read_table(path).to_pydict()
     return table["image"], np.array(table["embedding"])
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
+@pytest.mark.parametrize("suffix", [".parquet", ".npz", ".NPZ"])
 @pytest.mark.parametrize(
     ("model_class", "fields"),
     [(ViTScratchForImageClassification, {}), (ViTScratchForMaskedImageModeling, {"pooling": "mean"})],

@@ -167,6 +167,29 @@ def test_expression_is_no_path(pattern, finished_run, tmp_path):
     assert f"group_by: {pattern}\n" in text or f"group_by: '{pattern}'\n" in text
 
 
+def test_separator_is_no_path(finished_run, tmp_path):
+    assert "label_separator: /\n" in str(make_card([finished_run("a", label_separator="/")], tmp_path / "card.md"))
+
+
+def test_bar_in_the_name_of_a_class_makes_no_column(finished_run, tmp_path):
+    run = finished_run("a")
+    report = json.loads((run / "metrics.json").read_text())
+    report["per_class"] = {f"{name}|x": row for name, row in report["per_class"].items()}
+    (run / "metrics.json").write_text(json.dumps(report))
+
+    assert "\n| dog\\|x |" in str(make_card([run], tmp_path / "card.md"))
+
+
+def test_card_keeps_no_picture_of_an_earlier_one(finished_run, tmp_path):
+    run = finished_run("a")
+    make_card([run], tmp_path / "card.md")
+    report = json.loads((run / "metrics.json").read_text())
+    del report["confusion_matrix"]
+    (run / "metrics.json").write_text(json.dumps(report))
+
+    assert "confusion_matrix.png" not in str(make_card([run], tmp_path / "card.md"))
+
+
 def test_card_of_a_stream_counts_no_passes(finished_run, tmp_path):
     run = finished_run("a")
     metrics = json.loads((run / "metrics.json").read_text())

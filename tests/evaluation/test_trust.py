@@ -99,6 +99,16 @@ def test_least_score_gives_the_wanted_accuracy_with_the_largest_coverage():
         assert right[known & (scores >= lower)].mean() < 0.995
 
 
+def test_equal_scores_are_answered_together():
+    vectors, classes, seen, logits, true, _ = example()
+    logits = np.tile([2.0, 0.0, 0.0], (len(true), 1))
+    true = np.where(np.arange(len(true)) % 2, 0, 1)  # the first of equal scores may all be right, half of all are
+
+    trust = Trust.fit(vectors, classes, (seen, logits, np.sort(true)), 0.9)
+
+    assert (trust.coverage, trust.accuracy) == (0, None)
+
+
 def test_coverage_holds_on_unseen_images():
     inside = 0
     for seed in range(100):

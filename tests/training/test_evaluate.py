@@ -234,6 +234,15 @@ def test_unknown_class_is_named(refused, tmp_path):
     )
 
 
+def test_classes_of_one_name_cannot_be_matched(run, refused, tmp_path):
+    shutil.copytree(run[0], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["id2label"]["3"] = "4"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    folder = write_folders(tmp_path / "some", "37")
+    assert "the model calls two classes '4'" in refused("--data", folder, model=tmp_path / "model")
+
+
 def test_report_is_not_written_where_it_would_be_pushed(run, capsys):
     assert vit_scratch.main(["evaluate", str(run[0]), "--output_dir", str(run[0] / "report")]) == 2
     assert "report is in the folder of the run, whose files are pushed. Choose another." in capsys.readouterr().err

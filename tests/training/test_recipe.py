@@ -151,6 +151,13 @@ def test_null_undoes_what_a_recipe_sets(null, parse, tmp_path):
     assert (again.ema_decay, again.weight_decay) == (None, 0.3)
 
 
+def test_tilde_is_a_text_that_the_saved_recipe_keeps(parse, tmp_path):
+    *_, recipe = parse("seed: 1", "--label_separator", "~")
+    recipe.save(tmp_path, "train.py")
+
+    assert parse_recipe([str(tmp_path / "recipe.yaml")])[0].data.label_separator == "~"
+
+
 def test_null_of_an_unknown_flag_is_refused(parse):
     with pytest.raises(UserError, match=r"the command line: unknown flag 'ema_deca'\. Did you mean ema_decay\?"):
         parse("seed: 1", "--ema_deca", "null")
@@ -297,6 +304,13 @@ def test_checkpoints_of_another_trainer_are_not_taken_for_unfinished_ones(tmp_pa
         resolve_checkpoint(args, Recipe())
     (tmp_path / "recipe.yaml").write_text("# python train.py")
     assert resolve_checkpoint(args, Recipe()) is None
+
+
+def test_run_without_a_checkpoint_is_begun_again(tmp_path):
+    for name in ("_lock", "_run.json", "_samples.png", "_near_duplicates.csv", "_splits.csv", "recipe.yaml"):
+        (tmp_path / name).write_text("{}")
+
+    assert resolve_checkpoint(ViTTrainingArguments(output_dir=str(tmp_path)), Recipe()) is None
 
 
 def test_new_or_empty_folder_starts_a_run(tmp_path):

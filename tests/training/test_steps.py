@@ -4,6 +4,7 @@ import pytest
 from test_train_script import SMALL
 
 from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import steps
 from hf_vit_scratch.training.recipe import parse_recipe
 
@@ -44,6 +45,11 @@ def test_label_smoothing_moves_into_the_training_images(build):
 def test_local_attention(build, local):
     (first, *_) = build("--qk_norm", "false", "--local_attention", local).model.vit.layers
     assert bool(first.attention.q_proj.bias.any()) == (local == "true")
+
+
+def test_top_5_of_five_classes_chooses_no_model(build, class_folders):
+    with pytest.raises(UserError, match=r"must be one of accuracy, balanced_accuracy, macro_f1, loss; got 'top5_acc"):
+        build("--data", str(class_folders), "--metric_for_best_model", "top5_accuracy")
 
 
 def test_cache_of_images(build):

@@ -540,6 +540,10 @@ def test_images_are_not_dropped_as_unused_columns(tmp_path):
         ({"remove_unused_columns": True}, "remove_unused_columns must stay false: it would look for columns"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy must stay random: the order"),
         ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
+        ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches must stay true: the metrics are of all images"),
+        ({"label_names": ["label"]}, "label_names must stay none: they follow from the task"),
+        ({"debug": "underflow_overflow"}, "debug must stay : it cannot be written into a recipe"),
     ],
 )
 def test_option_that_would_not_do_what_it_says_is_refused(option, message, tmp_path):
@@ -654,6 +658,13 @@ def test_best_average_is_reloaded(tmp_path):
 
 
 # What goes wrong
+
+
+def test_loss_that_is_not_finite_is_found_where_nothing_is_logged(tmp_path):
+    trainer = make_trainer(tmp_path, logging_strategy="no")
+    trainer.add_callback(At(4, lambda control: trainer.model.classifier.bias.data.fill_(float("nan"))))
+    with pytest.raises(UserError, match=r"The loss is nan at step"):
+        trainer.train()
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(tmp_path):

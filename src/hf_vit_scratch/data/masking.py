@@ -73,5 +73,5 @@ def num_masked(number: int, ratio: float) -> int:
 
 def random_masks(rng: SampleRNG, units: tuple[int, int], ratio: float) -> np.ndarray:
     """Draw masks (B, *units) of which the same share, rounded up, is True."""
-    ranks = np.argsort([rng.uniform() for _ in range(units[0] * units[1])], axis=0)
-    return (ranks < num_masked(len(ranks), ratio)).T.reshape(-1, *units)
+    ranks = np.argsort(rng.uniforms(math.prod(units)), axis=1)
+    return (ranks < num_masked(ranks.shape[1], ratio)).reshape(-1, *units)

@@ -120,13 +120,16 @@ def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset
     feature, labels = rows.features["label"], rows["label"][:]
     own = label_names(feature)
     if (given := problem_type(feature)) != kind:
-        raise UserError(f"{data}: the labels must be those of {kind}, as the model's, got {given}. Choose others.")
+        advice = "Write them with a decimal point, such as 3.0" if kind == "regression" else "Choose others"
+        raise UserError(f"{data}: the labels must be those of {kind}, as the model's, got {given}. {advice}.")
     if own == names:
         return rows
     if isinstance(feature, dict):
         raise UserError(
             f"{data}: the numbers must be {names}, as the model's, got {own}. Name them by --label_column."
         )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{data}: the model calls two classes {twice[0]!r}, so its classes cannot be found by name.")
     used = {own[id] for label in labels for id in np.atleast_1d(label)}
     if unknown := sorted(used - {*names}):
         raise UserError(
@@ -222,7 +225,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     if not good:
         raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
     if bad:
-        logger.warning("%s: %d of the %d images are skipped:", data, len(bad), len(rows))
+        logger.warning("%s: skipped of %d images: %d", data, len(rows), len(bad))
         for reason in bad:
             logger.warning("  %s", reason)
     return rows.select(good)
@@ -438,7 +441,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         if missing := [name for name in wanted if name not in (rows.features or wanted)]:
             raise UserError(f"{data}: {split} has no column {missing[0]!r}, which {args.train_split} has. Add it.")
     source = source.select_columns(wanted)
-    for old, new in ((image, "image"), *((name, GROUP) for name in group)):
+    for old, new in (*((name, GROUP) for name in group), (image, "image")):
         source = source if old == new else source.rename_column(old, new)  # a name that stays would be refused
     if not labelled:
         one = ClassLabel(names=["image"])

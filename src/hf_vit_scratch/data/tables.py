@@ -27,26 +27,30 @@ SPLIT_NAMES = {
 SPLITS_BY_NAME = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
-def _read_csv(file: Path) -> Dataset:
-    """Read a CSV file. A class may be called None or 007: only blanks are missing, and leave whole numbers whole."""
+def _read_csv(file: Path, separator: str | None) -> Dataset:
+    """Read a CSV file. Only blanks are missing, and leave whole numbers whole.
+
+    A class may be called None, 007 or 1E1, and a label of several with this separator 1,2.
+    """
     with file.open(encoding="utf-8-sig") as lines:
         header = lines.readline()
-    options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False}
+    options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False, "index_col": False}
     options["sep"] = ";" if ";" in header and "," not in header else ","
     text = pd.read_csv(file, dtype=str, **options)
     points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
     options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
     for name in table.select_dtypes("number"):
-        if text[name].str.match(r"\s*-?0\d").any():
+        several = separator is not None and text[name].str.contains(separator, regex=False).any()
+        if several or text[name].str.match(r"\s*-?(0\d|\d+[eE]\d)").any():
             table[name] = text[name]
     return Dataset.from_pandas(table)
 
 
-READERS: dict[str, Callable[[Path], Dataset]] = {
+READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
     ".csv": _read_csv,
-    ".jsonl": lambda file: Dataset.from_json(glob.escape(str(file))),
-    ".parquet": lambda file: Dataset.from_parquet(glob.escape(str(file))),
+    ".jsonl": lambda file, separator: Dataset.from_json(glob.escape(str(file))),
+    ".parquet": lambda file, separator: Dataset.from_parquet(glob.escape(str(file))),
 }
 
 
@@ -77,7 +81,7 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
     splits: dict[str, Dataset] = {}
     for table in tables:
         with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
-            rows = READERS[table.suffix.lower()](table)
+            rows = READERS[table.suffix.lower()](table, args.label_separator)
             rows[0]
         # The Hub's name, or the only column that begins with an image's path.
         with_paths = ["file_name"] if "file_name" in rows.column_names else [

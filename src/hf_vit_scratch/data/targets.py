@@ -145,7 +145,9 @@ def encode_labels(
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
-    if separator is not None and len(columns) == 1 and not is_list and _holds(first, "string"):
+    if separator is not None and len(columns) == 1 and not is_list:
+        if not _holds(first, "string"):
+            raise UserError(f"{data}: label_separator is for texts, but {columns[0]!r} holds {first}. Leave it out.")
         table = {split: [(split_names(row[0] or "", separator),) for row in rows] for split, rows in table.items()}
         is_list = True
     lists: dict[str, list[Any]]

@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
             vectors.append(result["pooler_output"].float().numpy())
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if suffix == ".npz":
-        np.savez(args.output, image=np.array(names), embedding=np.array(vectors))
+        with args.output.open("wb") as file:  # to a name, NumPy would add .npz after .NPZ
+            np.savez(file, image=np.array(names), embedding=np.array(vectors))
     else:
         parquet.write_table(pyarrow.table({"image": names, "embedding": vectors}), args.output)
     print(f"{len(names)} vectors are in {args.output}.")

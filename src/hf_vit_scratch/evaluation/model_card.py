@@ -203,6 +203,8 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
     names = ("curves", "confusion_matrix", "reliability", *drawn)
     paths = {name: output.with_name(f"{prefix}{name}.png") for name in names}
     output.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("confusion_matrix", "reliability"):  # of an earlier card, of which this one may have none
+        paths[name].unlink(missing_ok=True)
     plot_curves(log, paths["curves"])
     plot_report(report, paths["confusion_matrix"], paths["reliability"])
     for name, path in drawn.items():
@@ -223,7 +225,7 @@ def _without_folders(value: Any) -> Any:
         return value
     flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
     path = PureWindowsPath(text)  # which knows the separators of all systems
-    return flag + equals + (path.name if path.is_absolute() or text.startswith("/") else text)
+    return flag + equals + (path.name or text if path.is_absolute() or text.startswith("/") else text)
 
 
 def main(argv: Sequence[str]) -> None:

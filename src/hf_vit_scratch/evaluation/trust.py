@@ -123,7 +123,8 @@ class Trust:
         if target_accuracy is not None:
             order = np.argsort(-scores[known], kind="stable")
             accuracies = right[known][order].cumsum() / np.arange(1, known.sum() + 1)
-            reached = np.flatnonzero(accuracies >= target_accuracy)
+            ends = np.diff(scores[known][order], append=-1) != 0  # equal scores are answered together
+            reached = np.flatnonzero((accuracies >= target_accuracy) & ends)
             trust.target_accuracy = target_accuracy
             trust.least_score = float(scores[known][order][reached[-1]]) if len(reached) else ABOVE_ALL_SCORES
         answered = known & (scores >= trust.least_score)

@@ -18,6 +18,10 @@ TASKS = ("image-classification", "masked-image-modeling")
 FIXED: dict[str, tuple[Any, str]] = {
     "remove_unused_columns": (False, "it would look for columns in batches"),
     "train_sampling_strategy": ("random", "the order of the images follows from the seed"),
+    "prediction_loss_only": (False, "the report needs the answers"),
+    "eval_do_concat_batches": (True, "the metrics are of all images together"),
+    "label_names": (None, "they follow from the task"),
+    "debug": ("", "it cannot be written into a recipe"),
     "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
     "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
 }

@@ -23,9 +23,8 @@ class LossWatch(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Look at the loss of this line."""
-        if logs is None or "loss" not in logs:
-            return
-        loss = float(logs["loss"])
+        logs = logs or {}
+        loss = float(logs.get("loss", logs.get("train_loss", 0.0)))  # the last line has the mean of all
         if not math.isfinite(loss):
             rate = logs.get("learning_rate", args.learning_rate)
             raise UserError(
@@ -34,7 +33,7 @@ class LossWatch(TrainerCallback):
                 "precision: try a lower --learning_rate, a longer --warmup_steps, --max_grad_norm 1, or, for a new "
                 "model, --qk_norm true."
             )
-        if args.task != "image-classification" or not state.is_world_process_zero:
+        if "loss" not in logs or args.task != "image-classification" or not state.is_world_process_zero:
             return
         lines = [line for line in state.log_history if "loss" in line]  # also those of before the run was resumed
         first_loss = lines[0]["loss"]
@@ -49,7 +48,7 @@ class LossWatch(TrainerCallback):
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
                 "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
                 "augmentations, or more time.",
-                100 * WATCHED_PART,
+                100 * self._share_done(args, state, watched[0]),
                 first_loss,
                 loss,
             )

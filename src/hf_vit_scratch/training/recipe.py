@@ -186,7 +186,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def _as_arguments(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
-    value = {"": "null", "~": "null", ".inf": "inf"}.get(value, value) if isinstance(value, str) else json.dumps(value)
+    value = {"": "null", ".inf": "inf"}.get(value, value) if isinstance(value, str) else json.dumps(value)
     return [f"--{key}={value}"]
 
 
@@ -203,7 +203,7 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
     try:
         found, unknown = parser.parse_known_args(kept, Namespace(**dict.fromkeys(names, unset)))
     except ArgumentError as error:
-        raise UserError(f"{source}: {error}. Run {parser.prog} --help for the flags.") from error
+        raise UserError(f"{source}: {str(error).rstrip('.')}. Run {parser.prog} --help for the flags.") from error
     null = [argument.removeprefix("--").replace("-", "_") for argument in null]
     given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
     _refuse_unknown([*null, *given], names, source, parser.prog)

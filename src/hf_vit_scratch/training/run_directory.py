@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.groups import LISTING
+from ..data.splits import SPLITS
 from ..errors import UserError, blame_the_files
 from .arguments import ViTTrainingArguments
 from .checkpointing import complete_checkpoints, find_checkpoint
@@ -92,7 +93,7 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
 def _refuse_other_run(output_dir: Path) -> None:
     """Refuse a folder that holds more than a check, or a run killed before its first checkpoint, leaves behind."""
-    replaceable = {output_dir / name for name in (RECIPE, FACTS, "_samples.png", LISTING, LOCK)}
+    replaceable = {output_dir / name for name in (RECIPE, FACTS, "_samples.png", LISTING, SPLITS, LOCK)}
     if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
         replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
     if output_dir.is_file() or {*output_dir.glob("[!.]*")} - replaceable:  # macOS writes .DS_Store

@@ -217,8 +217,9 @@ def fit_to_labels(
         training.metric_for_best_model = METRIC_NAMES[kind][0]
         recipe.add({"metric_for_best_model": METRIC_NAMES[kind][0]}, "images", describe(feature))
     metric = training.metric_for_best_model
-    if metric is not None and metric.removeprefix("eval_") not in METRIC_NAMES[kind]:
-        raise UserError(f"metric_for_best_model must be one of {', '.join(METRIC_NAMES[kind])}; got {metric!r}.")
+    metrics = [name for name in METRIC_NAMES[kind] if name != "top5_accuracy" or (config.num_labels or 0) > 5]
+    if metric is not None and metric.removeprefix("eval_") not in metrics:
+        raise UserError(f"metric_for_best_model must be one of {', '.join(metrics)}; got {metric!r}.")
     weighted = training.balanced_sampling or args.mixing.class_weighting != "none"
     if not single and (weighted or training.target_accuracy is not None):
         raise UserError(
@@ -368,7 +369,8 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         speed = trainer.speed
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in speed.ratios.items())
         reason = f"the fastest here; relative times: {ratios}" if ratios else "not measured"
-        logger.info("Chosen for the machine in %.1f s: speed_choice %s, %s", speed.seconds, speed.choice, reason)
+        when = "by an earlier measurement" if ratios and speed.seconds < 0.1 else f"in {speed.seconds:.1f} s"
+        logger.info("Chosen for the machine %s: speed_choice %s, %s", when, speed.choice, reason)
         recipe.add({"speed_choice": speed.choice}, "machine", reason)
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
