@@ -2,13 +2,17 @@
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_trainer import make_trainer
 
 from hf_vit_scratch.training import graceful_stop
+from hf_vit_scratch.training.checkpointing import find_checkpoint
 from hf_vit_scratch.training.graceful_stop import GracefulStop
 
 ARGS = SimpleNamespace(world_size=1, process_index=0, device=torch.device("cpu"))
@@ -36,6 +40,31 @@ def test_second_ctrl_c_ends_at_once(monkeypatch, capfd):
         assert "Press Ctrl-C again to stop at once" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt, match="^$"):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_that_has_ended_the_reader_of_the_output_is_a_request_all_the_same(monkeypatch):
+    def refuse(*args):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(graceful_stop.os, "write", refuse)
+    stop = GracefulStop(ARGS)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed(step=1)
+
+
+def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, logging_steps=1, save_strategy="steps", save_steps=6, disable_tqdm=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        trainer.train()
+        monkeypatch.undo()
+        with suppress(BrokenPipeError):
+            broken.close()
+
+    assert find_checkpoint(True, tmp_path) == tmp_path / "checkpoint-6"
 
 
 def test_ctrl_c_that_is_ignored_stays_ignored():

@@ -245,7 +245,7 @@ def test_best_model_of_a_finished_run_that_was_renamed_stays_the_result(tmp_path
     with caplog.at_level("INFO"):
         resumed.train(resume_from_checkpoint=True)
 
-    assert "That run is finished: nothing is left to train." in caplog.messages
+    assert "That run is finished: nothing is left to train. To train longer, start a new run." in caplog.messages
     best = load_file(tmp_path / "b" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(tensor, best[name]) for name, tensor in resumed.model.state_dict().items())
 

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class GracefulStop:
             if number == signal.SIGINT and not pressed:
                 pressed = time.monotonic()
                 if self.args.process_index == 0 and multiprocessing.parent_process() is None:  # workers inherit this
-                    os.write(2, SAVING.encode())  # a `print` may be what the signal has interrupted
+                    with suppress(BrokenPipeError):  # of a `tee` that has stopped at once
+                        os.write(2, SAVING.encode())  # a `print` may be what the signal has interrupted
             elif number == signal.SIGINT and time.monotonic() - pressed > SECONDS_BETWEEN_PRESSES:
                 raise KeyboardInterrupt
 

@@ -7,7 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,14 @@ from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.dataset import ImageClassificationDataset, collate
@@ -60,7 +67,7 @@ class _Hooks(TrainerCallback):
             minutes += f" of {args.max_train_minutes:g}" if args.max_train_minutes else ""
             logger.info("Continues from %s, after %s minutes of training.", checkpoint, minutes)
             if state.global_step >= state.max_steps or trainer.clock.progress >= 1:
-                logger.info("That run is finished: nothing is left to train.")
+                logger.info("That run is finished: nothing is left to train. To train longer, start a new run.")
         state.compute_steps(args, state.max_steps)  # those given now count, not the checkpoint's
         if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
             trainer.speed = trainer.optimize_model(trainer.speed.choice)
@@ -121,6 +128,14 @@ class _Hooks(TrainerCallback):
             trainer.create_model_card()
 
 
+class _Printer(PrinterCallback):
+    """The stock lines of the log. Ctrl-C ends `tee`, too, but the run goes on to its checkpoint."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        with suppress(BrokenPipeError):
+            super().on_log(*args, **kwargs)
+
+
 class ViTTrainer(Trainer):
     """The stock `Trainer` with what the best recipes need, losses in which images count alike, and exact resumption.
 
@@ -178,6 +193,8 @@ class ViTTrainer(Trainer):
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
             self.add_callback(self.early_stopping)
+        if self.pop_callback(PrinterCallback):
+            self.add_callback(_Printer())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(self.clock))
         if self.is_fsdp_enabled:  # FSDP2 warns at each step of in-place changes, which we do not make
