@@ -55,14 +55,6 @@ def test_default_encoder_is_bert_style():
         ({"use_cls_token": False}, r"use_cls_token=False needs pooling='mean'"),
         ({"fc_norm": True}, r"fc_norm=True needs norm_first=True"),
         ({"label_mean": 0.5}, r"label_mean must be a list of finite numbers, got 0\.5"),
-        (
-            {"problem_type": "regression", "num_labels": 2, "label_scale": [2.0, 1.0]},
-            r"must have a number for each of the 2 labels, got None and \[2\.0, 1\.0\]",
-        ),
-        (
-            {"problem_type": "regression", "num_labels": 2, "label_mean": [1.0], "label_scale": [2.0]},
-            r"must have a number for each of the 2 labels, got \[1\.0\] and \[2\.0\]",
-        ),
         ({"label_scale": [float("inf")]}, r"label_scale must be a list of finite numbers, got \[inf\]"),
     ],
 )

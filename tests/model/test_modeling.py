@@ -749,6 +749,33 @@ def test_units_of_an_earlier_regression_do_not_change_classes(pixel_values):
     assert_equal(outputs.loss, expected.loss)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_of_one_call_has_the_mask_that_it_needs(implementation, pixel_values):
+    model = tiny_model(ViTScratchModel, is_causal=True, pooling="mean", attn_implementation="sdpa")
+
+    outputs = model(pixel_values, attn_implementation=implementation)
+
+    torch.testing.assert_close(outputs.last_hidden_state, model(pixel_values).last_hidden_state)
+
+
+@pytest.mark.parametrize(("mean", "scale"), [(None, [2.0, 1.0]), ([1.0], [2.0])])
+def test_units_of_other_numbers_are_refused(mean, scale):
+    config = ViTScratchConfig(problem_type="regression", num_labels=2, label_mean=mean, label_scale=scale)
+    with pytest.raises(ValueError, match=r"must have a number for each of the 2 labels, got (None|\[1\.0\]) and \[2"):
+        ViTScratchForImageClassification(config)
+
+
+def test_saved_regression_becomes_a_classifier_of_more_classes(tmp_path):
+    units = {"num_labels": 2, "label_mean": [1.0, 2.0], "label_scale": [2.0, 1.0]}
+    tiny_model(ViTScratchForImageClassification, problem_type="regression", **units).save_pretrained(tmp_path)
+
+    loaded = ViTScratchForImageClassification.from_pretrained(
+        tmp_path, num_labels=5, problem_type="single_label_classification", ignore_mismatched_sizes=True
+    )
+
+    assert loaded.classifier.out_features == 5
+
+
 def test_regression_of_several_numbers(pixel_values):
     model = tiny_model(ViTScratchForImageClassification, problem_type="regression")
     labels = torch.randn(3, 5, dtype=torch.float64)

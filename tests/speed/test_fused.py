@@ -164,11 +164,35 @@ def test_packed_weights_follow_the_models():
     torch.testing.assert_close(fast(pixels).logits, other(pixels).logits, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_packed_weights_are_not_taken_for_new_ones_at_the_same_address():
+    # Memory of this size is given to the next tensor as soon as it is free.
+    fields = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+    plain, fast = (model.eval() for model in pair("sdpa+packed", **fields))
+    name, pixels = "vit.layers.0.mlp.fc1.weight", torch.randn_like(PIXELS)
+    weight = plain.state_dict()[name].clone()
+    for scale in range(8):
+        expected, actual = (
+            torch.func.functional_call(m, {name: weight * scale}, pixels).logits for m in (plain, fast)
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 class Doubled(nn.Linear):
     """A linear layer with something more, as adapters are."""
 
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called():
+    _, fast = pair("sdpa+packed")
+    called = []
+    with nn.modules.module.register_module_forward_hook(lambda module, args, output: called.append(module)):
+        fast.eval()(PIXELS)
+
+    assert fast.vit.layers[0].mlp.fc1 in called
 
 
 def double_a_layer(model):
@@ -186,7 +210,42 @@ def add_hooks(model):
         layer.mlp.fc1.register_forward_pre_hook(lambda module, args: (3 * args[0],))
 
 
-@pytest.mark.parametrize("change", [double_a_layer, add_hooks])
+class Wrapped(nn.Module):
+    """A norm in another module, as PEFT's."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.base_layer, self.weight = norm, nn.Parameter(3 * torch.ones(()))
+
+    def forward(self, x):
+        return self.weight.to(x.dtype) * self.base_layer(x)
+
+
+def wrap_norms(model):
+    for layer in model.vit.layers:
+        layer.attention.q_norm = Wrapped(layer.attention.q_norm)
+
+
+class Quantized(nn.Module):
+    """A layer whose weight is a method, as after torch's dynamic quantization."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def weight(self):
+        return self.linear.weight
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
+def quantize(model):
+    for layer in model.vit.layers:
+        layer.attention.o_proj = Quantized(layer.attention.o_proj)
+
+
+@pytest.mark.parametrize("change", [double_a_layer, add_hooks, wrap_norms, quantize])
 @pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
 def test_what_is_added_later_takes_part(choice, change):
     plain, fast = pair(choice, dtype=torch.float32 if choice in INFERENCE else torch.float64)

@@ -234,12 +234,6 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             value, default = getattr(self, name), getattr(type(self), name)
             if value is not None or default is not None:  # None is accepted where it is the default
                 rule.check(name, value)
-        units = [len(numbers or ()) for numbers in (self.label_mean, self.label_scale)]
-        if self.problem_type == "regression" and any(units) and units != [self.num_labels] * 2:
-            raise ValueError(
-                f"label_mean and label_scale must have a number for each of the {self.num_labels} labels, got "
-                f"{self.label_mean} and {self.label_scale}."
-            )
         if self.pooling == "cls" and self.use_cls_token is False:
             raise ValueError("use_cls_token=False needs pooling='mean': there is no class token to read.")
         if self.fc_norm and not self.norm_first:

@@ -384,7 +384,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
-        if config is None and "patch_size" not in kwargs:
+        if not isinstance(config, ViTScratchConfig) and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
             fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
@@ -456,13 +456,13 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 (B, 1, N, N), True for pairs to attend to, or a number that is added to the scores; such a mask
                 replaces `is_causal`.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
-            output_attentions: Whether to return `attentions`, for which this call uses eager attention.
+            output_attentions: Whether to return `attentions`, which only eager attention gives; this call uses it.
             output_hidden_states: Whether to return `hidden_states`.
-            kwargs: Passed on to the attention function.
+            kwargs: Passed on to the attention function. `attn_implementation` chooses another one for this call.
 
         Raises:
-            TypeError, ValueError: The pixels have a wrong type or shape, a mask has a wrong shape, or there is no mask
-                token.
+            TypeError, ValueError: The pixels have a wrong type or shape, a mask (B, N) has a wrong shape, or there is
+                no mask token.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -470,9 +470,10 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
         options: dict[str, Any] = {**kwargs}
-        if output_attentions:  # only eager attention gives its weights; masks read it in the config, layers in options
+        implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
+        if implementation is not None:  # masks read it in the config, layers in options
             config = copy.copy(config)
-            config._attn_implementation = options["attn_implementation"] = "eager"
+            config._attn_implementation = options["attn_implementation"] = implementation
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have one entry per token, the class token included: shape "
@@ -547,6 +548,12 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
+        units = [len(numbers or ()) for numbers in (config.label_mean, config.label_scale)]
+        if config.problem_type == "regression" and any(units) and units != [config.num_labels] * 2:
+            raise ValueError(
+                f"label_mean and label_scale must have a number for each of the {config.num_labels} labels, got "
+                f"{config.label_mean} and {config.label_scale}."
+            )
         self.vit = ViTScratchModel(config)
         width = config.classifier_hidden_size or config.hidden_size
         self.pre_logits: nn.Module = nn.Identity()

@@ -76,14 +76,14 @@ def layer_forward(
     has_products = x.dtype == torch.float32 or (
         x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
     )
-    can_be_packed = has_products and x.dtype == part.o_proj.weight.dtype
-    if special or trains or not can_be_packed or not _are_plain(x, linear, others):
+    is_plain = has_products and _are_plain(x, linear, others) and x.dtype == part.o_proj.weight.dtype
+    if special or trains or not is_plain:
         self.packed = None
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
     copied = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
     state = [(parameter.data_ptr(), parameter._version) for parameter in copied]
     if self.packed is None or self.packed.state != state:
-        self.packed = _PackedWeights(state, linear, tokens=x.shape[0] * x.shape[1])
+        self.packed = _PackedWeights(state, copied, linear, tokens=x.shape[0] * x.shape[1])
     qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = self.packed.bias, self.packed.weights
 
     product, product_and_sum = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._linear_pointwise.binary
@@ -117,9 +117,12 @@ def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddi
     """Return multi-head attention of joined queries, keys and values.  (B, N, 3 D) -> (B, N, D)."""
     pair, value = joined.unflatten(2, (3, -1, module.head_dim)).split((2, 1), dim=2)
     pair, value = pair.permute(2, 0, 3, 1, 4), value.squeeze(2).transpose(1, 2)  # (2, B, H, N, K), (B, H, N, K)
-    if isinstance(module.q_norm, nn.RMSNorm):
+    norms = (module.q_norm, module.k_norm)
+    if all(isinstance(norm, nn.RMSNorm) for norm in norms):
         weight = torch.stack((module.q_norm.weight, module.k_norm.weight))[:, None, None, None]
         pair = _RMSNorm.apply(pair, weight.to(pair.dtype), module.q_norm.eps)
+    elif not all(isinstance(norm, nn.Identity) for norm in norms):  # an adapter around one of them
+        pair = torch.stack([norm(one) for norm, one in zip(norms, pair, strict=True)])
     if position_embeddings is not None:
         pair = _Rotation.apply(pair, *(table.to(pair.dtype) for table in position_embeddings))
     if module.config._attn_implementation == "eager":
@@ -214,10 +217,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Te
 class _PackedWeights:
     """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
 
-    def __init__(self, state: list[tuple[int, int]], linear: tuple[nn.Linear, ...], tokens: int):
+    def __init__(self, state: list[tuple[int, int]], copied: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int):
         weight, self.bias = _joined(linear[:3])
         weights = (weight, *(layer.weight for layer in linear[3:]))
-        self.state = state
+        self.state, self.copied = state, [one.detach() for one in copied]  # so that no other tensor gets their memory
         self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
@@ -258,4 +261,4 @@ def _are_linear(modules: Iterable[Any]) -> bool:
 def _is_watched(module: nn.Module) -> bool:
     """Return whether a module has hooks, or another library's forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
+    return any(hooks) or torch.nn.modules.module._has_any_global_hook() or "forward" in vars(module)
