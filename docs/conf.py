@@ -32,6 +32,8 @@ include_patterns = [
 ]
 html_theme = "furo"
 html_title = "hf_vit_scratch"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 napoleon_custom_sections = [("Outputs", "params_style")]
 smartquotes = False  # they would make one dash of the two of a flag
 default_role = "code"  # docstrings have `names` in single backticks
