@@ -122,7 +122,7 @@ def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class
     found = report.write_report(outputs, rows, str(class_folders), "train", tmp_path)
 
     assert found["near_duplicates"] == 2
-    assert "Near duplicates         2 pairs, none of them in two splits" in report.summary(found, len(rows))
+    assert "Near duplicates         pairs: 2, none of them in two splits" in report.summary(found, len(rows))
 
 
 def test_classes_without_images_are_left_out_of_the_table():

@@ -199,6 +199,17 @@ def test_passes_are_as_many_as_fit_into_the_time(monkeypatch):
     assert length(2_000, 800.0, monkeypatch, *minutes)[0]["num_train_epochs"] > 1.9 * chosen["num_train_epochs"]
 
 
+def test_images_that_a_pass_leaves_out_take_no_time(monkeypatch):
+    flags = ["--max_train_minutes", "5", "--per_device_train_batch_size", "128", "--dataloader_drop_last"]
+
+    (_, with_all), (_, without) = (length(575, 400.0, monkeypatch, *flags, drop) for drop in ("false", "true"))
+
+    assert "about 188 fit into the 5 minutes" in with_all[0]  # 0.9 x 400 x 300 / 575
+    assert "about 211 fit into the 5 minutes" in without[0]  # / 512
+    assert any("of 939 steps" in line for line in with_all)  # five in a pass
+    assert any("of 844 steps" in line for line in without)  # four
+
+
 def test_passes_are_no_more_than_are_best(monkeypatch):
     chosen, _ = length(2_000, 1900.0, monkeypatch, "--max_train_minutes", "5")  # 257 passes fit
 

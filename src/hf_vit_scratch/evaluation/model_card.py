@@ -192,7 +192,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
             expected = f"expect answers to {trust['coverage_low']:.0%} to {trust['coverage_high']:.0%} of new images"
             results["answers"] = f"to {trust['coverage']:.1%} of the validation images{right}; {expected}"
     if "near_duplicates" in first:
-        results["near duplicates"] = f"{first['near_duplicates']} pairs, none of them in two splits"
+        results["near duplicates"] = f"pairs: {first['near_duplicates']}, none of them in two splits"
     return results
 
 

@@ -298,9 +298,9 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
     reader = "the class token" if seen.pooling == "cls" else "the mean of the patches"
     titles = [format_prediction(prediction, model.config.problem_type) for prediction in seen.predictions]
     return {
+        "class_attention": draw_over_image(seen.pixels, dict(zip(titles, seen.class_attention, strict=False))),
         "attention": draw_heads(maps, f"Attention: what {reader} takes from each patch"),
         "rollout": draw_over_image(seen.pixels, {"attention rollout": seen.rollout}),
-        "class_attention": draw_over_image(seen.pixels, dict(zip(titles, seen.class_attention, strict=False))),
         "position_similarity": draw_position_similarity(position_similarity(model)),
         "patch_filters": draw_filters(patch_filters(model)),
     }

@@ -95,12 +95,14 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         choose("smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6)
 
     batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
-    steps = math.ceil(number / batch_size)
-    choose(f"{steps} steps in a pass over {number} images", per_device_train_batch_size=batch_size)
+    choose(f"about a quarter of {number} images, or less", per_device_train_batch_size=batch_size)
     images_at_once = training.train_batch_size * training.world_size
     rest = number % images_at_once
     if 0 < rest < min(number, images_at_once / 2):
-        choose(f"the last {rest} of a pass would move the weights as far as a full batch", dataloader_drop_last=True)
+        reason = (
+            f"{rest} images, others in each pass, are left out: they would move the weights as far as a full batch"
+        )
+        choose(reason, dataloader_drop_last=True)
     if alike and max(sides[0]) <= max(pixels):
         choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
     else:
@@ -118,8 +120,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     training = args.training
     choose = partial(_choose, args, recipe)
     speed = _measure_what_fits(config, args, recipe)
-    minutes = training.max_train_minutes or math.inf
-    possible = TIME_FOR_STEPS * speed * 60 * minutes / number
+    minutes, visited = training.max_train_minutes or math.inf, images_in_pass(training, number)
+    possible = TIME_FOR_STEPS * speed * 60 * minutes / visited
     if training.max_steps <= 0:
         wanted = round(min(max(300 * (2000 / number) ** 0.5, FEWEST_PASSES), MOST_PASSES))
         reason = f"the fewer images, the more passes; {number} images"
@@ -131,7 +133,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
             wanted = min(wanted, math.ceil(FASTER * possible))
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
-    expected = passes * number / (TIME_FOR_STEPS * speed * 60)
+    expected = passes * visited / (TIME_FOR_STEPS * speed * 60)
 
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
@@ -139,7 +141,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     policy = {"auto_augment": "trivialaugment", "policy_start_fraction": POLICY_START}
     choose(f"{seen}; from {PASSES_FOR_POLICY} on, a policy", **(policy if changes else {"auto_augment": "none"}))
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    steps = passes * math.ceil(number / images_per_step)
+    steps = passes * math.ceil(visited / images_per_step)
     unchanged = min(0.1, UNCHANGED_STEPS / steps)
     choose(
         f"about the last {unchanged * steps:.0f} of {steps:.0f} steps", augmentation_off_fraction=round(unchanged, 4)
@@ -224,10 +226,19 @@ def images_per_second(step: Callable[[], int], seconds: float) -> float:
     return images / (time.perf_counter() - start)
 
 
+def images_in_pass(training: ViTTrainingArguments, number: int) -> int:
+    """Return how many of so many images a pass visits, without those of a last batch that is left out."""
+    return number - (
+        number % (training.train_batch_size * training.world_size) if training.dataloader_drop_last else 0
+    )
+
+
 def planned_passes(training: ViTTrainingArguments, number: int) -> float:
     """Return the passes over so many images that the arguments ask for, whatever the clock allows."""
-    images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    return training.max_steps * images_per_step / number if training.max_steps > 0 else training.num_train_epochs
+    images = (
+        training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    )
+    return images / images_in_pass(training, number) if images > 0 else training.num_train_epochs
 
 
 def detail_lost(rows: Dataset, size: tuple[int, int]) -> str | None:

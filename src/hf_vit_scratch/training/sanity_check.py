@@ -19,7 +19,7 @@ from ..data.images import denormalize
 from ..data.targets import class_counts, imbalance, joined_labels, label_names, problem_type, targets_of
 from ..evaluation.figures import plot_images
 from ..evaluation.metrics import problem_type_of
-from .auto_config import images_per_second, planned_passes, sizes_and_modes
+from .auto_config import images_in_pass, images_per_second, planned_passes, sizes_and_modes
 from .trainer import ViTTrainer
 
 OVERFIT_IMAGES = 64  # images that the model must be able to learn by heart
@@ -187,16 +187,20 @@ def data_report(trainer: ViTTrainer) -> str:
 
     computing = images_per_second(compute, SECONDS)
     bound = "computing" if computing < loading else "loading"
-    print(f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound}")
+    height, width = batch["pixel_values"].shape[-2:]  # those of the beginning; larger ones may come later
+    print(
+        f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound} "
+        f"({width}x{height} pixels, as at the beginning)"
+    )
     if bound == "loading":
         kept = isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
         passes = planned_passes(trainer.args, len(dataset))
-        # The measured batches are those of the beginning, when images may be smaller.
         sizes = [dataset.batch_transform.image_size(trainer.stage(share / 100)) for share in range(100)]
         slower = sum(map(math.prod, sizes)) / len(sizes) / math.prod(sizes[0])
-        needed = passes * len(dataset) / (min(loading, computing / slower) * trainer.args.world_size) / 60
+        visited = images_in_pass(trainer.args, len(dataset))
+        needed = passes * visited / (min(loading, computing / slower) * trainer.args.world_size) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
         listed = "" if trainer.args.fit_to_images else f", about {passes:.0f} passes"  # whose number is in the plan
