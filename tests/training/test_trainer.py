@@ -543,7 +543,7 @@ def test_images_are_not_dropped_as_unused_columns(tmp_path):
         ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches must stay true: the metrics are of all images"),
         ({"label_names": ["label"]}, "label_names must stay none: they follow from the task"),
-        ({"debug": "underflow_overflow"}, "debug must stay : it cannot be written into a recipe"),
+        ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
     ],
 )
 def test_option_that_would_not_do_what_it_says_is_refused(option, message, tmp_path):

@@ -169,7 +169,7 @@ class ViTTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
             if getattr(self, name) != value:
-                raise UserError(f"{name} must stay {str(value).lower()}: {reason}.")
+                raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
         if self.hub_token is not None:
             raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
         if self.eval_tta not in (None, "flip"):
