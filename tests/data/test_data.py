@@ -1170,7 +1170,7 @@ def test_corrupt_images_are_skipped_and_named(class_folders, caplog):
     splits = load_splits(str(class_folders), corrupt_images="skip")
 
     assert sum(map(len, splits.values())) == 22
-    assert "skipped of 24 images: 2" in caplog.text
+    assert "images skipped: 2 of 24" in caplog.text
     assert "temple/03.jpg cannot be decoded as an image" in caplog.text
     assert "flower/05.jpg cannot be decoded as an image" in caplog.text
 

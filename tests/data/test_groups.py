@@ -117,7 +117,7 @@ def test_near_duplicates_are_counted_in_the_log(caplog):
 
     keep_together(DataArguments(data="here"), splits, None)
 
-    assert "here: pairs of near duplicates: 2, of them in two splits 2, with different labels 1." in caplog.text
+    assert "here: pairs of near duplicates: 2 (2 in two splits, 1 with different labels)." in caplog.text
 
 
 def test_log_says_that_there_are_no_near_duplicates(caplog):

@@ -240,7 +240,9 @@ def test_classes_of_one_name_cannot_be_matched(run, refused, tmp_path):
     config["id2label"]["3"] = "4"
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     folder = write_folders(tmp_path / "some", "37")
-    assert "the model calls two classes '4'" in refused("--data", folder, model=tmp_path / "model")
+    assert "two classes '4', so they cannot be told by name. Rename one in its config.json." in refused(
+        "--data", folder, model=tmp_path / "model"
+    )
 
 
 def test_report_is_not_written_where_it_would_be_pushed(run, capsys):

@@ -127,7 +127,7 @@ def _list_near_duplicates(
     same = (targets[pairs[:, 0]] == targets[pairs[:, 1]]).reshape(len(pairs), -1).all(axis=1)
     across = places[pairs[:, 0]] != places[pairs[:, 1]]
     logger.warning(
-        "%s: pairs of near duplicates: %d, of them in two splits %d, with different labels %d. %s%s.",
+        "%s: pairs of near duplicates: %d (%d in two splits, %d with different labels). %s%s.",
         args.data,
         len(pairs),
         across.sum(),

@@ -129,7 +129,10 @@ def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset
             f"{data}: the numbers must be {names}, as the model's, got {own}. Name them by --label_column."
         )
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{data}: the model calls two classes {twice[0]!r}, so its classes cannot be found by name.")
+        raise UserError(
+            f"{data}: the model calls two classes {twice[0]!r}, so they cannot be told by name. Rename one "
+            "in its config.json."
+        )
     used = {own[id] for label in labels for id in np.atleast_1d(label)}
     if unknown := sorted(used - {*names}):
         raise UserError(
@@ -225,7 +228,7 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
     if not good:
         raise UserError(f"{data}: no image of {split} can be decoded; the first: {bad[0]}")
     if bad:
-        logger.warning("%s: skipped of %d images: %d", data, len(rows), len(bad))
+        logger.warning("%s: images skipped: %d of %d", data, len(bad), len(rows))
         for reason in bad:
             logger.warning("  %s", reason)
     return rows.select(good)

@@ -30,7 +30,7 @@ SPLITS_BY_NAME = {name: split for split, names in SPLIT_NAMES.items() for name i
 def _read_csv(file: Path, separator: str | None) -> Dataset:
     """Read a CSV file. Only blanks are missing, and leave whole numbers whole.
 
-    A class may be called None, 007 or 1E1, and a label of several with this separator 1,2.
+    Cells such as None, 007 and 1E1 stay texts, and so do lists with this separator, such as 1,2.
     """
     with file.open(encoding="utf-8-sig") as lines:
         header = lines.readline()
