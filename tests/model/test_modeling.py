@@ -554,6 +554,14 @@ def test_loading_with_a_changed_configuration_resamples_too(tmp_path):
     assert (loaded.config.image_size, config.image_size) == ([8, 16], [8, 16])
 
 
+def test_size_beside_the_path_of_a_configuration_resamples_too(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+
+    loaded = ViTScratchModel.from_pretrained(tmp_path, config=str(tmp_path), image_size=[8, 16])
+
+    assert loaded.embeddings.position_embeddings.shape == (1, 1 + 2 * 2, 32)
+
+
 def test_positions_stay_where_patches_and_images_grow_alike(tmp_path):
     saved = randomize_(ViTScratchModel(ViTScratchConfig(**TINY)), 0.2)  # 16x24 pixels in patches of 4x8
     saved.save_pretrained(tmp_path)
