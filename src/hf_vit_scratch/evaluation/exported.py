@@ -58,7 +58,7 @@ if __name__ == "__main__":
         sys.exit()
     missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
     if len(sys.argv) == 1 or missing:
-        sys.exit("\n".join([__doc__ or "", *(f"{path} is no file." for path in missing)]))
+        sys.exit("\n".join(f"{path} is no file." for path in missing) or __doc__)
     scores_of, exit_code = load(folder / facts["model"]), 0
     for path in sys.argv[1:]:
         try:
