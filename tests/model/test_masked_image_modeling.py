@@ -160,5 +160,5 @@ def test_mask_token_and_decoder_start_random_with_the_configured_spread():
 
 
 def test_norm_after_pooling_is_refused():
-    with pytest.raises(ValueError, match=r"fc_norm=True leaves the tokens that are decoded without their norm"):
+    with pytest.raises(ValueError, match=r"fc_norm=True would leave the decoded tokens unnormalized"):
         tiny_model(norm_first=True, pooling="mean", fc_norm=True)

@@ -14,7 +14,7 @@ from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel, g
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.optimizers import (
-    RESOLUTION,
+    SCHEDULE_STEPS,
     BatchedMuon,
     MuonWithAdamW,
     follow_progress,
@@ -248,7 +248,7 @@ def test_schedule_that_follows_progress_equals_the_stock_one_where_progress_is_t
 ):
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5) for _ in range(2))
     step = 0
-    of_shares = get_scheduler(name, ours, RESOLUTION // 10, RESOLUTION, scheduler_specific_kwargs=in_shares)
+    of_shares = get_scheduler(name, ours, SCHEDULE_STEPS // 10, SCHEDULE_STEPS, scheduler_specific_kwargs=in_shares)
     by_progress = follow_progress(of_shares, lambda: step / 100)
     stock = get_scheduler(name, theirs, 10, 100, scheduler_specific_kwargs=kwargs)
 

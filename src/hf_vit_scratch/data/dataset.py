@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Decoded images are kept up to this many bytes per split: Tiny ImageNet (1.2 GB), but not ImageNet.
 DECODED_BYTES_KEPT = 2 * 2**30
-# Images from which random parts are cut are kept larger than the model's by this factor, so that parts stay sharp.
-KEPT_FOR_CROPS = 1.5
+# Images from which random parts are cut are kept larger than model inputs by this factor, so that parts stay sharp.
+CROP_MARGIN = 1.5
 # Other devices lack some of the operations, so their batches are transformed on the CPU.
 TRANSFORM_DEVICES = ("cpu", "cuda")
 
@@ -50,8 +50,8 @@ TRANSFORM_DEVICES = ("cpu", "cuda")
 class BatchTransform:
     """Turn images into the model's inputs.
 
-    Datasets decode and crop them, here or in worker processes. A call does the rest to a whole batch, on its device:
-    augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
+    Datasets call `decode` and `crop`, perhaps in worker processes. A call does the rest to a whole batch, on its
+    device: augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
 
     Args:
         image_processor: Resizes and normalizes.
@@ -75,8 +75,8 @@ class BatchTransform:
 
     def image_size(self, stage: int | None) -> tuple[int, int]:
         """Return the height and width of the model's inputs in a stage, in pixels."""
-        augmentation = None if stage is None else self.stages[stage]
         size = self.image_processor.size
+        augmentation = None if stage is None else self.stages[stage]
         return (size["height"], size["width"]) if augmentation is None else augmentation.image_size
 
     def kept_size(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class BatchTransform:
         crops = any(stage is not None and stage.random_resized_crop_scale for stage in self.stages)
         sizes = [self.image_size(stage) for stage in (None, *range(len(self.stages)))]
         height, width = (max(lengths) for lengths in zip(*sizes, strict=True))
-        return (round(KEPT_FOR_CROPS * height), round(KEPT_FOR_CROPS * width)) if crops else (height, width)
+        return (round(CROP_MARGIN * height), round(CROP_MARGIN * width)) if crops else (height, width)
 
     @property
     def enough(self) -> int | None:
@@ -92,9 +92,9 @@ class BatchTransform:
         # Without augmentation the pixels must be exactly those of a pipeline.
         return 2 * max(self.kept_size()) if any(self.stages) else None
 
-    def decode(self, row: dict[str, Any] | None, name: str) -> Tensor:
+    def decode(self, encoded: dict[str, Any] | None, name: str) -> Tensor:
         """Decode an image by `decode_image`: uint8 (3, height, width)."""
-        return TF.pil_to_tensor(decode_image(row, name, enough=self.enough))
+        return TF.pil_to_tensor(decode_image(encoded, name, enough=self.enough))
 
     def resize(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         """Resize images to a height and width, as the image processor does: uint8 (B, 3, height, width)."""
@@ -110,7 +110,7 @@ class BatchTransform:
         return random_resized_crop(images, self.rng(keys, "cropping"), self.image_size(stage), scale)
 
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
-        """Return a generator per image, seeded by the seed, its keys (B, 2) of epoch and image, and the purpose."""
+        """Return one generator per image, seeded by `seed`, its key (epoch, row) in `keys`, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
@@ -144,8 +144,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, targets of
     `targets.py`; `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training,
-    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the process. For a subset, take some
-    of the rows: `torch.utils.data.Subset` hides `batch_transform`.
+    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the worker. For a subset, select
+    rows first: `torch.utils.data.Subset` hides `batch_transform`.
 
     Args:
         rows: A split of `load_splits`, or other rows with a column `image` and a column `label` as in `targets.py`.
@@ -172,7 +172,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the height and width of kept images: their own if all share a small one, or `BatchTransform`'s."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
-        for (w, h), _ in map_images(lambda index, row: size_and_mode(row, f"image {index}"), self.rows):
+        for (w, h), _ in map_images(lambda index, encoded: size_and_mode(encoded, f"image {index}"), self.rows):
             own = own or (h, w)
             if (h, w) != own or h > height or w > width:
                 return height, width
@@ -189,7 +189,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             height, width = self._kept_size()
             shape = (len(self), height, width, 3)
             self._is_in_memory = math.prod(shape) <= DECODED_BYTES_KEPT
-            place = "decoded again for each batch"
+            how = "decoded again for each batch"
             if self._is_in_memory:
                 images = torch.empty(shape, dtype=torch.uint8)
                 self._decode_into(images)
@@ -197,13 +197,13 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                     with suppress(torch.OutOfMemoryError):
                         images = images.to(device)
                 self._kept = images
-                place = f"kept on {images.device}, so that worker processes are not needed"
+                how = f"kept on {images.device}, so that worker processes are not needed"
             elif self.cache_images:
                 self._kept = self._keep_in_file(shape)
-                place = f"kept in {self._kept}"
-            if any(self.batch_transform.stages):  # log the training images only
+                how = f"kept in {self._kept}"
+            if self.batch_transform.stages:  # log the training images only
                 megabytes = math.prod(shape) / 1e6
-                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, place)
+                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, how)
         return self._is_in_memory
 
     def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
@@ -213,7 +213,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         large images are reduced, and the encoded images of the rows, or the paths, sizes and times of their files.
         """
         digest = hashlib.sha256(repr((shape, self.image_processor.resample, self.batch_transform.enough)).encode())
-        for identity in map_images(lambda index, row: _identity(row), self.rows.select_columns("image")):
+        for identity in map_images(lambda index, encoded: _identity(encoded), self.rows.select_columns("image")):
             digest.update(identity)
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
         file = folder / f"{digest.hexdigest()[:16]}.npy"
@@ -227,20 +227,20 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                         "Set HF_DATASETS_CACHE to a folder on a larger disk, or leave --cache_images out."
                     )
                 logger.info("Decoding %d images into %s (%.1f GB), once.", len(self), file, needed / 1e9)
-                aside = file.with_suffix(f".{os.getpid()}")
+                unfinished = file.with_suffix(f".{os.getpid()}")
                 try:
-                    self._decode_into(torch.from_numpy(np.lib.format.open_memmap(aside, "w+", np.uint8, shape)))
-                    aside.rename(file)
+                    self._decode_into(torch.from_numpy(np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)))
+                    unfinished.rename(file)
                 finally:
-                    aside.unlink(missing_ok=True)
+                    unfinished.unlink(missing_ok=True)
         return file
 
     def _decode_into(self, images: Tensor) -> None:
         """Decode and resize all images into a tensor (N, height, width, 3)."""
         size = (images.shape[1], images.shape[2])
 
-        def decode(index: int, row: dict[str, Any]) -> None:
-            image = self.batch_transform.decode(row, f"image {index}")
+        def decode(index: int, encoded: dict[str, Any]) -> None:
+            image = self.batch_transform.decode(encoded, f"image {index}")
             images[index] = self.batch_transform.resize(image[None], size)[0].permute(1, 2, 0)
 
         for _ in map_images(decode, self.rows):
@@ -250,28 +250,29 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return a batch of one image: as in evaluation, or as a `Sample` of `EpochSampler` says."""
         return self.__getitems__([key])
 
-    def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
+    def __getitems__(self, items: Sequence[int | Sample]) -> dict[str, Any]:
         """Return the batch of these rows, as a data loader asks for it."""
         if get_worker_info() is not None:
             set_up_worker_process()
-        samples = [key if isinstance(key, Sample) else Sample(epoch=0, stage=None, row=key) for key in keys]
+        samples = [item if isinstance(item, Sample) else Sample(epoch=0, stage=None, row=item) for item in items]
         indices = [sample.row for sample in samples]
-        numbers = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
+        labels = self.labels[indices]  # the first to notice an index that is out of range
+        keys = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.batch_transform.stages else None  # one for the whole batch
         if self._kept is not None:
-            images = self.batch_transform.crop(_read(self._kept, indices), numbers, stage).contiguous()
+            images = self.batch_transform.crop(_read(self._kept, indices), keys, stage).contiguous()
         else:
-            rows = zip(self.rows[indices]["image"], numbers, strict=True)
-            images = torch.cat([self._decode_and_crop(row, key, stage) for row, key in rows])
-        labels = self.labels[indices].to(images.device, non_blocking=True)
-        return {"pixel_values": images, "labels": labels, "keys": numbers, "stage": stage}
+            pairs = zip(self.rows[indices]["image"], keys, strict=True)
+            images = torch.cat([self._decode_and_crop(encoded, key, stage) for encoded, key in pairs])
+        labels = labels.to(images.device, non_blocking=True)
+        return {"pixel_values": images, "labels": labels, "keys": keys, "stage": stage}
 
-    def _decode_and_crop(self, row: dict[str, Any], key: NDArray[np.uint64], stage: int | None) -> Tensor:
-        image = self.batch_transform.decode(row, f"image {key[1]}")
+    def _decode_and_crop(self, encoded: dict[str, Any] | None, key: NDArray[np.uint64], stage: int | None) -> Tensor:
+        image = self.batch_transform.decode(encoded, f"image {key[1]}")
         return self.batch_transform.crop(image[None], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
-        """Return up to `size` random images as the model's inputs, with the labels of training.
+        """Return up to `size` random images as the model's inputs, with training targets.
 
         By default, they are in the last stage, which has no augmentation in `training_stages`.
         """
@@ -287,14 +288,14 @@ def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
     return images.index_select(0, places).permute(0, 3, 1, 2)
 
 
-def _identity(row: dict[str, Any] | None) -> bytes:
+def _identity(encoded: dict[str, Any] | None) -> bytes:
     """Return what changes when an encoded image changes."""
-    if row is None:
-        return b""  # decoding will name it
-    if row["bytes"] is not None:
-        return hashlib.sha256(row["bytes"]).digest()
-    stat = os.stat(row["path"])
-    return f"{row['path']} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape")
+    if encoded is None:
+        return b""  # decoding raises the error
+    if encoded["bytes"] is not None:
+        return hashlib.sha256(encoded["bytes"]).digest()
+    stat = os.stat(encoded["path"])
+    return f"{encoded['path']} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape")
 
 
 def collate(batch: Any) -> Any:
@@ -307,11 +308,11 @@ def set_up_worker_process() -> None:
     """Prepare a worker process of a data loader before its first batch.
 
     It ignores Ctrl-C, and exits on SIGTERM only if its main process sent it. Terminals and schedulers signal the whole
-    job, but the main process still needs batches to finish its step. Its own SIGTERM must work: after an exception,
-    multiprocessing ends leftover workers by it. This covers workers that are forked. A spawned one may have started
-    threads that do not block the signal.
+    job, but the main process still needs batches to finish its step. The main process's SIGTERM must work: after an
+    exception, multiprocessing ends leftover workers by it. This covers workers that are forked. Spawned ones may end
+    by a SIGTERM from elsewhere, because a thread that started earlier need not block it.
     """
-    keep_freed_memory()  # a batch takes what the one before has freed
+    keep_freed_memory()  # so that a batch reuses the memory of the one before
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender

@@ -34,9 +34,6 @@ def keep_together(
 
     A group that is in several stays in the last one of train, validation and test. Near duplicates are one group;
     they are listed in a file, if there are any.
-
-    Raises:
-        UserError: The groups cannot be found, or there is nothing left of a split.
     """
     splits = {name: splits[name] for name in ORDER if name in splits}
     places = np.repeat([*splits], [len(split) for split in splits.values()])

@@ -25,9 +25,6 @@ def find_near_duplicates(splits: Iterable[Dataset]) -> NDArray[np.int64]:
     """Return the pairs of images that are alike, or mirror images of each other: (M, 2), the lower number first.
 
     Images are numbered through all splits.
-
-    Raises:
-        UserError: An image cannot be decoded.
     """
 
     def shrink(number: int, row: dict[str, Any]) -> NDArray[np.uint8]:

@@ -112,11 +112,7 @@ def find_split(data: str, split: str, source: DatasetDict) -> str:
 
 
 def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset:
-    """Return rows with the class ids of a model of a problem type, whose classes or numbers are matched by name.
-
-    Raises:
-        UserError: The labels are of another kind, or the model does not have one of them.
-    """
+    """Return rows with the class ids of a model of a problem type, whose classes or numbers are matched by name."""
     feature, labels = rows.features["label"], rows["label"][:]
     own = label_names(feature)
     if (given := problem_type(feature)) != kind:

@@ -74,9 +74,6 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
     """Load tables whose paths are relative to their own folders, as rows in the order of the paths.
 
     A row belongs to the split that its column `split` names, or whose folder holds its image, else to train.
-
-    Raises:
-        UserError: A table cannot be read, it has no paths, or an image has two rows.
     """
     splits: dict[str, Dataset] = {}
     for table in tables:

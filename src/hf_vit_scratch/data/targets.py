@@ -43,11 +43,7 @@ def describe(feature: Any) -> str:
 
 
 def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
-    """Return labels as the targets of a model; see the top of this module.
-
-    Raises:
-        UserError: The labels are of no such type.
-    """
+    """Return labels as the targets of a model; see the top of this module."""
     if isinstance(feature, dict):
         return np.array([[label[name] for name in feature] for label in labels], np.float32).reshape(-1, len(feature))
     if not isinstance(getattr(feature, "feature", feature), ClassLabel):
@@ -130,9 +126,6 @@ def encode_labels(
     """Replace columns of labels by one column `label` of the types above, which the training rows choose.
 
     If they are `complete`, each label must have a training image. With a `separator`, a text is a list of labels.
-
-    Raises:
-        UserError: The columns do not tell what is to be learnt, or no training image has one of the labels.
     """
     features = [source[train].features[name] for name in columns]
     first = getattr(features[0], "feature", features[0])

@@ -66,9 +66,6 @@ def make_card(
 
     The details and the name are those of the first folder. `data` describes the images of a local folder; `license` is
     an identifier of the Hub, by default that of the run. `tags` are added to ours.
-
-    Raises:
-        UserError: A folder holds no finished run of a classifier, or the runs learnt different things.
     """
     reports = [_read_report(run) for run in runs]
     if other := [run for run, report in zip(runs, reports, strict=True) if report["labels"] != reports[0]["labels"]]:

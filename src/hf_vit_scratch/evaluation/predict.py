@@ -95,9 +95,6 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     """Load a model from a folder, or from the Hub, as a pipeline. Code beside it is never executed.
 
     Without a device such as `"cuda:1"`, it runs on the accelerator, if there is one.
-
-    Raises:
-        UserError: The device or the model does not exist, or it is not of this kind, with an image processor.
     """
     folder = local_path(model)
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
@@ -167,11 +164,7 @@ def classes_by_number(config: Any) -> Iterator[dict[int, str]]:
 def forward(
     loaded: Any, outputs: Sequence[str], paths: Sequence[str], batch_size: int, num_workers: int
 ) -> Iterator[dict[str, Any]]:
-    """Compute outputs of the model of a pipeline, such as `logits`, for image files in batches.
-
-    Yields:
-        For each path, in order, `image`, the path, and either these outputs or `error`.
-    """
+    """Yield, as `predict` does, for each image file outputs of a pipeline's model, such as `logits`, or `error`."""
     encoded: dict[str, Any] = {}  # the output of the encoder, which a classifier keeps to itself
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
         optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))

@@ -70,9 +70,9 @@ def rope2d_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the axial rotary position embedding: two (N, K / 2), on the device of `like`.
 
-    Patch centers have coordinates in (-1, 1), so that another image size keeps their meaning. The first half of the
-    K / 2 angles turns with y, the second with x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1.
-    The class token is not turned. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
+    Patch centers have coordinates in (-1, 1), which mean the same at any image size. The first half of the K / 2
+    angles depends on y, the second on x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1. The class
+    token is not rotated. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
     et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -87,7 +87,7 @@ def rope2d_cos_sin(
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
+    """Rotate each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # in half precision or autocast, the table is float32
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -103,7 +103,7 @@ class ViTScratchRMSNorm(nn.RMSNorm):
 class ViTScratchAttention(nn.Module):
     """Multi-head self-attention: every token takes a weighted mean of all; [1] appendix A.
 
-    (B, N, D) -> (B, N, D), and the weights (B, H, N, N) or None, if the implementation does not give them.
+    (B, N, D) -> (B, N, D), and the attention weights (B, H, N, N), or None if the implementation gives none.
     """
 
     def __init__(self, config: ViTScratchConfig):
@@ -115,19 +115,19 @@ class ViTScratchAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        # Henry et al. 2020, https://arxiv.org/abs/2010.04245, here by RMSNorm, whose weights bound the scores.
+        # Query-key norm, Henry et al. 2020, https://arxiv.org/abs/2010.04245, but by RMSNorm: its scale bounds scores.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Return query, key and value, each (B, N, D)."""
+        """Return query, key and value, each (B, N, D); `optimize` may replace it by one joined product."""
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,  # of `rope2d_cos_sin`
         attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -181,7 +181,7 @@ class ViTScratchDropPath(nn.Module):
 
 
 class ViTScratchLayer(GradientCheckpointingLayer):
-    """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D), and the weights.
+    """One encoder layer: attention, then MLP, each a residual branch f.  (B, N, D) -> (B, N, D), weights.
 
     norm_first=True   pre-LN,  [1] eq. 2 and 3:      x + f(LN(x))
     norm_first=False  post-LN, [2] section 3.1, [3]: LN(x + f(x))
@@ -238,8 +238,8 @@ class ViTScratchPatchEmbeddings(nn.Module):
             )
         shape, channels = pixel_values.shape, self.projection.in_channels
         patch_height, patch_width = self.patch_size
-        fits = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
-        if not fits or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
+        has_patches = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
+        if not has_patches or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
             raise ValueError(
                 f"pixel_values must have the shape (batch, {channels} channels, height, width), divisible by "
                 f"the patch size {patch_height}x{patch_width}, got {tuple(shape)}. Resize the images, as the image "
@@ -255,8 +255,8 @@ def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_token
     Token (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)] for D / 4 frequencies w from 1 down to 1 / 10000. The
     class token, which has no place in the grid, gets zeros.
     """
-    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
     # On the CPU, because not every device has float64.
+    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
     frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64, device="cpu")  # (D / 4,)
     x_angles = x.flatten()[:, None] * frequencies
     y_angles = y.flatten()[:, None] * frequencies
@@ -278,14 +278,14 @@ def interpolate_pos_encoding(positions: Tensor, old_grid: tuple[int, int], new_g
     patches = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, cols)
     dtype = torch.promote_types(patches.dtype, torch.float32)
     patches = F.interpolate(patches.to(dtype), size=new_grid, mode="bicubic", align_corners=False)
-    return torch.cat((prefix, patches.to(prefix.dtype).flatten(2).transpose(1, 2)), dim=1)
+    return torch.cat((prefix, patches.to(positions.dtype).flatten(2).transpose(1, 2)), dim=1)
 
 
 class ViTScratchEmbeddings(nn.Module):
     """Patches, the class token, and positions; [1] eq. 1.  (B, C, height, width) -> (B, N, D), and the patches' grid.
 
-    Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. In the BERT style a
-    LayerNorm follows (in the code of [3]). Images of another size get interpolated positions.
+    Masked patches, True in (B, rows * cols), are replaced by the mask token; [4] section 3.2. With
+    `norm_first=False` a LayerNorm follows, as in the code of [3]. Images of another size get interpolated positions.
     """
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
@@ -329,8 +329,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
-    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. It sees **kwargs
-    # in `forward` and would think that the models take `num_items_in_batch` and do it.
+    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. From **kwargs in
+    # `forward` it would conclude that the models divide by `num_items_in_batch` themselves.
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
@@ -349,9 +349,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Set what no file held: normal weights and tokens, zero biases, norms of one and zero.
+        """Initialize what was not loaded: weights and tokens normal, biases zero, norms with scale one and bias zero.
 
-        transformers' `trunc_normal_` truncates at 2, which is beyond any draw.
+        transformers' `trunc_normal_` truncates at the value 2, not at two standard deviations.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -402,14 +402,14 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     def set_image_size(self, image_size: int | list[int] | tuple[int, int]) -> None:
         """Change the image size (pixels, one number or a pair) of the configuration, and interpolate the positions.
 
-        Fixed positions, too, so that a place in the image keeps its meaning.
+        Fixed ones are interpolated, too: a place in the image keeps its meaning.
         """
         config = copy.copy(self.config)
         config.image_size = image_size
         config.validate()
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
         positions = interpolate_pos_encoding(embeddings.position_embeddings, self.config.grid_size, config.grid_size)
-        embeddings.position_embeddings.data = positions.clone()
+        embeddings.position_embeddings.data = positions
         self.config.image_size = image_size
 
 
@@ -438,7 +438,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(  # type: ignore[misc]  # TransformersKwargs names the two flags as well
+    def forward(  # type: ignore[misc]  # TransformersKwargs has the output flags, too
         self,
         pixel_values: Tensor,
         attention_mask: Tensor | None = None,
@@ -456,7 +456,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 (B, 1, N, N), True for pairs to attend to, or a number that is added to the scores; such a mask
                 replaces `is_causal`.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
-            output_attentions: Whether to return `attentions`, which only eager attention gives; this call uses it.
+            output_attentions: Whether to return `attentions`; if so, this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
             kwargs: Passed on to the attention function. `attn_implementation` chooses another one for this call.
 
@@ -471,18 +471,18 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
         options: dict[str, Any] = {**kwargs}
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
-        if implementation is not None:  # masks read it in the config, layers in options
+        if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)
             config._attn_implementation = options["attn_implementation"] = implementation
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
-                f"attention_mask must have one entry per token, the class token included: shape "
+                "attention_mask must have one entry per token, the class token included: shape "
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
         mask = None
         if attention_mask is not None or config.is_causal:  # while compiling, transformers makes a mask even of None
             create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-            mask = create_mask(config, hidden_states, attention_mask, None)  # no key-value cache
+            mask = create_mask(config, hidden_states, attention_mask, None)  # without a cache, or states of an encoder
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
@@ -491,7 +491,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
             hidden_states, attn_weights = layer(hidden_states, mask, **options)
-            if output_hidden_states:  # only then, because it keeps their memory
+            if output_hidden_states:  # otherwise their memory can be freed
                 all_hidden_states.append(hidden_states)
             if output_attentions:
                 all_attentions.append(attn_weights)
@@ -542,14 +542,14 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     def __init__(self, config: ViTScratchConfig):
         if config.problem_type is None and config.num_labels == 1:
-            config.problem_type = "regression"  # or a pipeline would make a probability of the number
+            config.problem_type = "regression"  # otherwise pipelines apply a sigmoid to the number
         super().__init__(config)
         if config.is_causal and config.pooling == "cls":
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
-        units = [len(numbers or ()) for numbers in (config.label_mean, config.label_scale)]
-        if config.problem_type == "regression" and any(units) and units != [config.num_labels] * 2:
+        lengths = [len(numbers or ()) for numbers in (config.label_mean, config.label_scale)]
+        if config.problem_type == "regression" and any(lengths) and lengths != [config.num_labels] * 2:
             raise ValueError(
                 f"label_mean and label_scale must have a number for each of the {config.num_labels} labels, got "
                 f"{config.label_mean} and {config.label_scale}."
@@ -561,7 +561,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             self.pre_logits = nn.Sequential(nn.Linear(config.hidden_size, width), ACT2FN[config.classifier_act])
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
-        # The hidden layer of its own head must not be left behind without a word.
+        # Loading warns of a saved hidden layer that this head lacks. `post_init` would add the class's patterns again.
         self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
@@ -572,14 +572,14 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
         Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
         numbers (B, L), or (B,) for one label, for regression. With `label_scale`, the loss is that of
-        standardized numbers.
+        standardized labels, and logits are in the units of the labels.
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
         if self.config.problem_type == "regression" and self.config.label_scale is not None:
-            wide = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 rounds 1990 to 1992
-            std, mean = logits.new_tensor([self.config.label_scale, self.config.label_mean], dtype=wide)
+            dtype = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 rounds 1990 to 1992
+            std, mean = logits.new_tensor([self.config.label_scale, self.config.label_mean], dtype=dtype)
             logits = logits * std + mean
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -595,7 +595,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         if labels.shape != expected:
             raise ValueError(
                 f"labels must have the shape {expected} for {problem_type}, got {labels.dtype} of shape "
-                f"{tuple(labels.shape)}. Class ids are integers (batch,), others numbers (batch, num_labels)."
+                f"{tuple(labels.shape)}. Class ids are integers (batch,); other labels are (batch, num_labels)."
             )
         if problem_type == "regression" and self.config.label_scale is not None:
             labels = (labels - logits.new_tensor(self.config.label_mean)) / logits.new_tensor(self.config.label_scale)
@@ -615,7 +615,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         if config.fc_norm:
-            raise ValueError("fc_norm=True leaves the tokens that are decoded without their norm: use fc_norm=False.")
+            raise ValueError("fc_norm=True would leave the decoded tokens unnormalized: use fc_norm=False.")
         self.vit = ViTScratchModel(config, use_mask_token=True)
         # One matrix product per patch. In a Sequential, so that parameters have transformers' names.
         num_values = config.num_channels * math.prod(config.patch_height_width)
@@ -636,7 +636,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
         patches = self.decoder(patches.transpose(1, 2).unflatten(2, grid))  # (B, C * patch pixels, rows, cols)
         patches = patches.unflatten(1, (-1, patch_height, patch_width))  # (B, C, patch height and width, rows, cols)
-        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).reshape(pixel_values.shape)  # rows beside patch height
+        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).reshape(pixel_values.shape)  # rows, height, cols, width
 
         loss = None
         if bool_masked_pos is not None:
@@ -660,7 +660,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
     def __init__(self, config: ViTScratchConfig):
         config = copy.deepcopy(config)
-        config.set_output_features_output_indices(config.out_features, None)  # so that the default is saved, too
+        config.set_output_features_output_indices(config.out_features, None)  # so that default features are saved
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
@@ -671,7 +671,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
         Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
-        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)
+        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # the mixin's raises
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
         feature_maps = []
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):

@@ -32,11 +32,7 @@ def describe_last_checkpoint(output_dir: str) -> str:
 
 
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
-    """Return the wanted checkpoint, verified; for `True`, the newest one of a run that is not damaged.
-
-    Raises:
-        UserError: There is no such checkpoint, or a run cannot be resumed from it.
-    """
+    """Return the wanted checkpoint, verified; for `True`, the newest one of a run that is not damaged."""
     if not wanted:
         return None
     if wanted is True:

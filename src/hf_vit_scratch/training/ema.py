@@ -32,9 +32,6 @@ class EMA(AveragedModel):
         """Begin an average, or go on with that of a checkpoint; return `None` without a decay.
 
         From a checkpoint, the model holds the average. It gets the weights that were trained.
-
-        Raises:
-            UserError: The checkpoint has an average and the run has none, or the other way round.
         """
         if checkpoint is not None and (checkpoint / TRAINED_WEIGHTS).exists() != (decay is not None):
             out = "" if decay is None else "out"

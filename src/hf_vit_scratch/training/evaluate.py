@@ -91,11 +91,7 @@ def parser_of_runs(command: str, usage: str, description: str | None) -> argpars
 def open_run(
     model: str, data: str | None, flags: Sequence[str], output_dir: Path
 ) -> tuple[Arguments, Recipe, Path | None]:
-    """Return the arguments and the recipe of the run that a saved model belongs to, and its folder, if there is one.
-
-    Raises:
-        UserError: There is none, and no other data are given; `output_dir` holds something; or a flag is of no use.
-    """
+    """Return the arguments and the recipe of the run that a saved model belongs to, and its folder, if any."""
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.glob("[!.]*"))):
         raise UserError(f"{output_dir} is not empty. Choose another --output_dir, or delete it.")
     path = local_path(model)

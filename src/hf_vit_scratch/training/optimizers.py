@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..speed.hardware import bf16_is_fast
 from .arguments import ViTTrainingArguments
 
-RESOLUTION = 10_000  # steps of a schedule that is read by the share of training done
+SCHEDULE_STEPS = 10_000  # steps of a schedule that is read by the share of training done
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:
@@ -54,9 +54,6 @@ def parameter_groups(model: PreTrainedModel, args: ViTTrainingArguments) -> list
     https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021, BEiT, https://arxiv.org/abs/2106.08254). Weight
     decay applies to `decayed_parameters`. With `muon`, the matrices within the layers form groups with `"muon": True`,
     whose rate is `muon_learning_rate` if there is one.
-
-    Raises:
-        UserError: The model's layers are not found, though they matter.
     """
     num_hidden_layers = model.config.num_hidden_layers if args.muon or args.layer_decay != 1 else 0
     numbers = {name: layer_number(name, num_hidden_layers) for name, _ in model.named_parameters()}
@@ -87,9 +84,6 @@ def build_optimizer(
     """Build the optimizer that the arguments ask for, with Muon for the matrices of the layers if they ask for it.
 
     The stock Trainer chooses `optimizer_class` and its options by `args.optim`.
-
-    Raises:
-        UserError: Muon does not go together with that class.
     """
     groups = parameter_groups(model, args)
     if not args.muon:
@@ -221,14 +215,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def follow_progress(schedule: Any, progress: Callable[[], float]) -> LambdaLR:
     """Make a schedule of transformers follow the share of training done instead of the number of steps.
 
-    It is made for `RESOLUTION` steps, so its numbers of steps count out of 10,000. `progress` is called at each step.
+    It is made for `SCHEDULE_STEPS`, so its numbers of steps count out of 10,000. `progress` is called at each step.
     It returns the share of training that is done, 0 to 1, of which the first part warms up.
-
-    Raises:
-        UserError: The schedule follows a metric instead of the steps.
     """
     if not isinstance(schedule, LambdaLR):
         raise UserError(f"{type(schedule).__name__} follows a metric, not max_train_minutes. Leave one of them out.")
     factor: Any = schedule.lr_lambdas[0]
-    schedule.lr_lambdas = [lambda _: factor(round(progress() * RESOLUTION))] * len(schedule.lr_lambdas)
+    schedule.lr_lambdas = [lambda _: factor(round(progress() * SCHEDULE_STEPS))] * len(schedule.lr_lambdas)
     return schedule

@@ -139,11 +139,7 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
 def model_config(
     args: ModelArguments, label_names: Sequence[str], start: ViTScratchConfig | None = None
 ) -> ViTScratchConfig:
-    """Return the configuration that the flags describe, based on that of a starting model if there is one.
-
-    Raises:
-        UserError: A field is impossible, or contradicts the starting model.
-    """
+    """Return the configuration that the flags describe, based on that of a starting model if there is one."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     model = given.pop("model", None)
     for name in ("image_size", "patch_size"):

@@ -58,10 +58,6 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
 
     `--resume_from_checkpoint` takes a folder, or `true` for the newest complete checkpoint in `output_dir`. The recipe
     is compared with that of the run, and takes over what that run chose.
-
-    Raises:
-        UserError: `output_dir` holds a run that is not to be continued, there is no checkpoint to continue from, or
-            the run was begun with another recipe, or by another number of processes.
     """
     output_dir, wanted = Path(args.output_dir), str(args.resume_from_checkpoint or "false")
     checkpoint = find_checkpoint({"true": True, "false": False}.get(wanted.lower(), wanted), output_dir)

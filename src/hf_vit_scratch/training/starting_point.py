@@ -21,9 +21,6 @@ def load_starting_model(args: Arguments) -> LoadedModel | None:
     """Load the trained model that `--model` names, converted if it is another library's; `None` for random weights.
 
     Its image size becomes that of the run if no other one is given.
-
-    Raises:
-        UserError: It cannot be read or converted, or a flag needs a trained model.
     """
     name, training = args.model.model, args.training
     if name is None or not is_starting_model(name):

@@ -365,8 +365,8 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     If SIGTERM or Ctrl-C stopped the training, the process ends.
     """
     training = trainer.args
-    if trainer.speed is not None and training.speed_choice == "auto":
-        speed = trainer.speed
+    if trainer.optimization is not None and training.speed_choice == "auto":
+        speed = trainer.optimization
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in speed.ratios.items())
         reason = f"the fastest here; relative times: {ratios}" if ratios else "not measured"
         when = "by an earlier measurement" if ratios and speed.seconds < 0.1 else f"in {speed.seconds:.1f} s"

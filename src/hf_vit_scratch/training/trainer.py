@@ -46,15 +46,15 @@ from .clock import Clock, ProgressByTime
 from .ema import EMA, save_trained_weights
 from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
-from .optimizers import RESOLUTION, build_optimizer, follow_progress
+from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
 
-SLOW_EMA = 0.1  # share of the first weights in the average at the end, above which we warn
+SLOW_EMA = 0.1  # warn if the initial weights keep a larger share of the final average
 
 
 class _Hooks(TrainerCallback):
-    """The work of `ViTTrainer` at the Trainer's events. Within an event, the order of the lines matters."""
+    """The work of `ViTTrainer` at the Trainer's events: within one event, what comes first here is done first."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -68,9 +68,10 @@ class _Hooks(TrainerCallback):
             logger.info("Continues from %s, after %s minutes of training.", checkpoint, minutes)
             if state.global_step >= state.max_steps or trainer.clock.progress >= 1:
                 logger.info("That run is finished: nothing is left to train. To train longer, start a new run.")
-        state.compute_steps(args, state.max_steps)  # those given now count, not the checkpoint's
-        if trainer.speed is not None and trainer.speed.model is not trainer.model:  # `model_init` made another
-            trainer.speed = trainer.optimize_model(trainer.speed.choice)
+        state.compute_steps(args, state.max_steps)  # the intervals of this call, not the checkpoint's
+        optimized = trainer.optimization
+        if optimized is not None and optimized.model is not trainer.model:  # `model_init` made another
+            trainer.optimization = trainer.optimize_model(optimized.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             skipped = 0 if args.ignore_data_skip else state.global_step
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
@@ -108,7 +109,7 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After a signal, `on_step_end` has saved already. Save again only to keep the result of an epoch's evaluation.
-        # A finished run that is resumed has not started: it neither evaluates nor saves.
+        # A resumed run that was finished trains on no batch: it neither evaluates nor saves.
         if self.trainer.stopped or not self.trainer.has_started:
             control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
             control.should_save = control.should_evaluate
@@ -129,7 +130,7 @@ class _Hooks(TrainerCallback):
 
 
 class _Printer(PrinterCallback):
-    """The stock lines of the log. Ctrl-C ends `tee`, too, but the run goes on to its checkpoint."""
+    """The stock printer, but a broken pipe is no error: Ctrl-C also ends `tee`, before the last checkpoint."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         with suppress(BrokenPipeError):
@@ -137,7 +138,7 @@ class _Printer(PrinterCallback):
 
 
 class ViTTrainer(Trainer):
-    """The stock `Trainer` with what the best recipes need, losses in which images count alike, and exact resumption.
+    """The stock `Trainer` with what the best recipes need, losses weighted by images, and exact resumption.
 
     Added: the optimizers of `optimizers.py`, a moving average of the weights (`EMA`), training for a given time
     (`Clock`), a stop at SIGTERM or Ctrl-C (`GracefulStop`), complete checkpoints (`checkpointing.py`), the training
@@ -166,8 +167,8 @@ class ViTTrainer(Trainer):
         if not isinstance(args, ViTTrainingArguments):
             raise UserError(f"args must be ViTTrainingArguments, got {type(args).__name__}.")
         super().__init__(model, args, data_collator or collate, *others, **kwargs)
-        usual = ViTTrainingArguments.metric_for_best_model
-        if self.compute_metrics is None and self.args.metric_for_best_model == usual:  # there is the loss alone
+        default_metric = ViTTrainingArguments.metric_for_best_model
+        if self.compute_metrics is None and self.args.metric_for_best_model == default_metric:  # only the loss
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
         if self.args.ema_decay is not None and self.is_fsdp_enabled:
             raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
@@ -186,8 +187,8 @@ class ViTTrainer(Trainer):
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
         self._images_in_step = 0
-        self._images, self._counted_since = 0, 0.0  # see `restart_throughput`
-        self.speed = self.optimize_model(self.args.speed_choice)
+        self._images_since_log, self._counted_since = 0, 0.0  # see `restart_throughput`
+        self.optimization = self.optimize_model(self.args.speed_choice)
         self.add_callback(_Hooks(self))
         self.add_callback(LossWatch())
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
@@ -213,7 +214,7 @@ class ViTTrainer(Trainer):
         self.has_started = self.stopped = False
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
-        self.ema, self._unfinished_checkpoint = None, None
+        self._unfinished_checkpoint = None
         datasets: list[Any] = [self.train_dataset]
         if self.args.eval_strategy != "no":
             datasets += self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
@@ -255,13 +256,14 @@ class ViTTrainer(Trainer):
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps  # of this process
+        # Of this process.
+        num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
         if args.max_steps <= 0:
             rows: Any = self.train_dataset or ()
-            images = args.num_train_epochs * len(rows) / args.world_size
+            num_images = args.num_train_epochs * len(rows) / args.world_size
         pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
-            speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=images)
+            speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=num_images)
         if compile_options and not speed.compiled:
             logger.warning(
                 "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt "
@@ -283,7 +285,7 @@ class ViTTrainer(Trainer):
         """Create the stock schedule. With `max_train_minutes` it follows the time or the steps, whichever is ahead."""
         if self.args.max_train_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        return follow_progress(super().create_scheduler(RESOLUTION, optimizer), lambda: self.clock.progress)
+        return follow_progress(super().create_scheduler(SCHEDULE_STEPS, optimizer), lambda: self.clock.progress)
 
     def _get_dataloader(
         self,
@@ -297,7 +299,7 @@ class ViTTrainer(Trainer):
     ) -> Any:
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = batch_size  # `auto_find_batch_size` may have changed it
-            # A stream makes batches for this process alone; accelerate would split them among the processes.
+            # A stream makes batches for this process alone; accelerate would split them again.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, collate_fn=self.data_collator, **options)
@@ -306,7 +308,7 @@ class ViTTrainer(Trainer):
         try:
             if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
                 # Worker processes would have nothing to do, and what is on the device cannot be pinned.
-                options = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": drop_last and is_training}
+                options = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
                 return self.accelerator.prepare(
                     DataLoader(dataset, batch_size, collate_fn=self.data_collator, **options)
                 )
@@ -317,8 +319,8 @@ class ViTTrainer(Trainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Decoded images become the model's inputs on its device, by the transform of the dataset that they come from.
         inputs = super()._prepare_inputs(inputs)
-        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
-        dataset: Any = self.train_dataset if self.model.training else evaluated
+        eval_dataset = getattr(self.callback_handler.eval_dataloader, "dataset", None)
+        dataset: Any = self.train_dataset if self.model.training else eval_dataset
         if hasattr(dataset, "batch_transform") and inputs["pixel_values"].dtype == torch.uint8:
             inputs = dataset.batch_transform(inputs)
         return inputs
@@ -336,7 +338,7 @@ class ViTTrainer(Trainer):
             len(dataset),
             args.seed if args.data_seed is None else args.data_seed,
             batch_size * args.gradient_accumulation_steps,
-            lambda passed: self.stage(max(passed / epochs, self.clock.progress)),
+            lambda epochs_done: self.stage(max(epochs_done / epochs, self.clock.progress)),
             dataset.labels.numpy() if args.balanced_sampling else None,
         )
         return self.sampler
@@ -367,11 +369,11 @@ class ViTTrainer(Trainer):
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Make one forward and backward pass; a batch that is not full runs without the compiled layers."""
+        """Make one forward and backward pass, uncompiled for a batch that is not full, which has another size."""
         if not self.has_started:
             self.has_started = True
             self.restart_throughput()
-        self._images += len(inputs["pixel_values"])
+        self._images_since_log += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             return super().training_step(model, inputs, *args, **kwargs)
 
@@ -385,31 +387,31 @@ class ViTTrainer(Trainer):
         """Add the throughput of training since the last line, and the minutes of the whole run."""
         if "loss" in logs and self.has_started:
             seconds = time.perf_counter() - self._counted_since
-            logs["images_per_second"] = round(self._images * self.args.world_size / seconds, 1)
+            logs["images_per_second"] = round(self._images_since_log * self.args.world_size / seconds, 1)
             self.restart_throughput()
         if self.is_in_train:
             logs["minutes"] = round(self.clock.minutes, 4)
         super().log(logs, start_time)
-        logs.pop("minutes", None)  # a hyperparameter search sums all metrics, and time must not count
+        logs.pop("minutes", None)  # of the caller, where a hyperparameter search sums all metrics: time must not count
 
     def restart_throughput(self) -> None:
         """Count images and time from here on."""
-        self._images, self._counted_since = 0, time.perf_counter()
+        self._images_since_log, self._counted_since = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any, and without the layers that are compiled for training."""
         self.wait_for_push_before_forking()
         with self._averaged(), self._uncompiled_if(True):
-            # With several devices the last batch is padded with repeated images, and the stock loss counts them. The
-            # loss of `compute_metrics` replaces it, where there is one: not for regression and masked images.
+            # With several devices the last batch is padded with repeated images, and the stock loss counts them. If
+            # `compute_metrics` returns a loss, that replaces it: not for regression and masked images.
             output = super().evaluation_loop(*args, **kwargs)
         self.restart_throughput()
         return output
 
-    # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. It begins one by
-    # `save_model`, which therefore opens it, and then writes the rest. `close_checkpoint` writes the checksums and
-    # deletes old ones: at `on_save`, or before a push, which comes first. One that is open when training ends by an
-    # exception was never complete.
+    # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. The stock Trainer calls
+    # `save_model` first, so ours opens the checkpoint; then it writes the rest. `close_checkpoint` writes checksums
+    # and deletes old checkpoints: before a push, if there is one, otherwise at `on_save`. A checkpoint that is open
+    # when training ends by an exception was never complete.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
@@ -449,19 +451,19 @@ class ViTTrainer(Trainer):
                 "A checkpoint must hold exactly the model's tensors. "
                 f"Missing: {load_result.missing_keys or 'none'}; unexpected: {load_result.unexpected_keys or 'none'}. "
                 "Resume with the configuration that the checkpoint was made with. A model whose saved names differ "
-                "from its own, as of transformers' ViT, needs --save_strategy no."
+                "from its own, such as transformers' ViT, needs --save_strategy no."
             )
 
     # The Hub
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # The stock Trainer would push a checkpoint that is not complete. All processes come here.
+        # The stock Trainer would push a checkpoint that is not complete. All processes must wait for each other here.
         self.close_checkpoint()
         self.pushed_checkpoint = Path(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
 
     def wait_for_push_before_forking(self) -> None:
-        """Wait for a push before worker processes start: each would take a lock that the push may hold, and hang."""
+        """Wait for a push before worker processes start: they would inherit a lock that it may hold, and hang."""
         if self.args.dataloader_num_workers:
             self._finish_current_push()
 
@@ -494,5 +496,5 @@ class ViTTrainer(Trainer):
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
 
     def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
-        eager = self.speed is not None and self.speed.compiled and condition
+        eager = self.optimization is not None and self.optimization.compiled and condition
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
