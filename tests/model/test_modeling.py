@@ -588,6 +588,18 @@ def test_image_size_that_the_patches_do_not_divide_is_refused():
     assert model.config.image_size == [16, 24]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("use_cls_token", [False, True])
+def test_tokens_lie_one_after_the_other_in_the_precision_of_autocast(use_cls_token, autocast):
+    config = ViTScratchConfig(**TINY, norm_first=True, pooling="mean", use_cls_token=use_cls_token)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = ViTScratchModel(config)(torch.randn(2, 3, 16, 24), output_hidden_states=True)
+
+    for hidden_states in outputs.hidden_states:  # otherwise norms would make copies, and sums would be slow
+        assert hidden_states.is_contiguous()
+        assert hidden_states.dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
 def test_sincos_positions_written_out():
     table = sincos2d_positions((2, 3), 8)
 

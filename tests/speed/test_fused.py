@@ -112,8 +112,9 @@ def test_gradients_under_autocast_are_as_near_to_exact_ones_as_the_plain_models(
     exact = gradients(copy.deepcopy(plain).double(), pixels.double())
 
     def error(model):
-        found = gradients(model, pixels, autocast=True)
-        return sum((one.double() - other).norm() / other.norm() for one, other in zip(found, exact, strict=True))
+        pairs = zip(gradients(model, pixels, autocast=True), exact, strict=True)
+        # The gradient of a key's bias is zero.
+        return sum((one.double() - other).norm() / other.norm() for one, other in pairs if other.norm() > 1e-9)
 
     assert error(fast) < 1.5 * error(plain)
 

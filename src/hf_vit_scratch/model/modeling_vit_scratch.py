@@ -246,7 +246,8 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 "processor does. A single image needs a batch axis: pixel_values[None]."
             )
         # Pixels come from the image processor in float32; the weights may be in half precision.
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        patches = self.projection(pixel_values.to(self.projection.weight.dtype))
+        return patches.flatten(2).transpose(1, 2).contiguous()  # or every norm makes a copy, and sums are slow
 
 
 def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -306,6 +307,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         embeddings = self.patch_embeddings(pixel_values)
+        dtype = embeddings.dtype  # of autocast, in which all layers then stay
         grid = self.patch_embeddings.grid_size(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
@@ -319,7 +321,7 @@ class ViTScratchEmbeddings(nn.Module):
         if self.cls_token is not None:
             embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
         embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.config.grid_size, grid)
-        return self.dropout(self.layernorm(embeddings)), grid
+        return self.dropout(self.layernorm(embeddings.to(dtype))), grid
 
 
 class ViTScratchPreTrainedModel(PreTrainedModel):
