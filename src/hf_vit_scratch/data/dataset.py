@@ -252,7 +252,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, items: Sequence[int | Sample]) -> dict[str, Any]:
         """Return the batch of these rows, as a data loader asks for it."""
-        if get_worker_info() is not None:
+        if get_worker_info() is not None:  # the stock Trainer sets `worker_init_fn` itself
             set_up_worker_process()
         samples = [item if isinstance(item, Sample) else Sample(epoch=0, stage=None, row=item) for item in items]
         indices = [sample.row for sample in samples]

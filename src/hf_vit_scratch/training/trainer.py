@@ -73,7 +73,7 @@ class _Hooks(TrainerCallback):
         if optimized is not None and optimized.model is not trainer.model:  # `model_init` made another
             trainer.optimization = trainer.optimize_model(optimized.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
-            skipped = 0 if args.ignore_data_skip else state.global_step
+            skipped = 0 if args.ignore_data_skip else state.global_step  # steps whose batches the stock Trainer drops
             trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
         if state.best_global_step and not (state.best_model_checkpoint and Path(state.best_model_checkpoint).is_dir()):
             # The folder of the run was moved.
@@ -86,7 +86,8 @@ class _Hooks(TrainerCallback):
             )  # fmt: skip
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
-            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
+            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for. The
+            # stock Trainer needs an entry for each callback to save it.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
             saved = state.stateful_callbacks.setdefault(name, new)["attributes"]
             vars(trainer.early_stopping).update(saved)
