@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -452,6 +452,22 @@ def test_verify_prints_every_peer_within_its_limits(capsys):
     assert all(len(row) == 9 and row[1].count("e") == 2 for row in rows)
     assert f"timm {version('timm')}" in printed
     assert "All are within the limits." in printed
+
+
+def test_verify_lists_a_peer_that_is_not_installed_as_such(capsys, monkeypatch):
+    def without_timm(package):
+        if package == "timm":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(parity, "version", without_timm)
+    monkeypatch.setattr(parity, "PEERS", [peer for peer in PEERS if peer.package == "timm"])
+
+    main(["--verify"])
+
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| timm")]
+    assert len(rows) == 3
+    assert all(row.count("not installed") == 8 and "e-" not in row for row in rows)
 
 
 def test_verify_fails_when_a_limit_is_exceeded(capsys, monkeypatch):

@@ -9,7 +9,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForMaskedImageMode
 from ..model.modeling_vit_scratch import ViTScratchForMaskedImageModeling, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
 from .checks import largest_differences, observe, randomize_
-from .timm import from_timm, timm_class, to_timm
+from .timm import from_timm, to_timm
 from .torchvision import from_torchvision, to_torchvision
 from .vit import CLASSES, from_vit, to_vit
 
@@ -39,7 +39,7 @@ class Peer(NamedTuple):
     """An independent implementation to be measured against."""
 
     name: str
-    package: str
+    package: str  # which must be installed
     build: Callable[[], nn.Module]  # makes a small model
     to_ours: Callable[[Any], ViTScratchPreTrainedModel]
     to_theirs: Callable[[Any], nn.Module]
@@ -73,8 +73,10 @@ def _build_vit(vit_class: type) -> nn.Module:
 
 
 def _build_timm(**options: Any) -> nn.Module:
+    from timm.models import VisionTransformer
+
     sizes: dict[str, Any] = {"img_size": (16, 24), "patch_size": (4, 8), "mlp_ratio": 1.5, "num_classes": 5}
-    return cast(nn.Module, timm_class("--verify")(embed_dim=32, depth=3, num_heads=4, **sizes | options))
+    return cast(nn.Module, VisionTransformer(embed_dim=32, depth=3, num_heads=4, **sizes | options))
 
 
 def _build_torchvision() -> nn.Module:
@@ -168,15 +170,19 @@ def verify() -> bool:
     columns = [f"{kind}, {str(dtype).removeprefix('torch.')}" for dtype in dtypes for kind in KINDS]
     print(f"| peer | {' | '.join(columns)} |")
     print("| --- " * (1 + len(columns)) + "|")
-    within = True
+    versions, within = {"torch": version("torch")}, True
     for peer in PEERS:
-        cells = [cell for dtype in dtypes for cell in _cells(peer, dtype)]
+        try:
+            versions[peer.package] = version(peer.package)
+        except PackageNotFoundError:
+            cells = [("not installed", True)] * len(columns)
+        else:
+            cells = [cell for dtype in dtypes for cell in _cells(peer, dtype)]
         print(f"| {peer.name} | {' | '.join(text if equal else f'**{text}**' for text, equal in cells)} |")
         within = within and all(equal for _, equal in cells)
     scales = " / ".join(map(str, SCALES))
     print(f"\nLargest absolute differences, of both directions, with all parameters random at scale {scales}.")
-    packages = dict.fromkeys(("torch", *(peer.package for peer in PEERS)))
-    print(f"{', '.join(f'{name} {version(name)}' for name in packages)}; CPU, {platform.machine()}.")
+    print(f"{', '.join(f'{name} {number}' for name, number in versions.items())}; CPU, {platform.machine()}.")
     print("All are within the limits." if within else "Those in bold exceed their limit.")
     return within
 
