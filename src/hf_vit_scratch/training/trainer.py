@@ -54,7 +54,7 @@ SLOW_EMA = 0.1  # warn if the initial weights keep a larger share of the final a
 
 
 class _Hooks(TrainerCallback):
-    """The work of `ViTTrainer` at the Trainer's events: within one event, what comes first here is done first."""
+    """The work of `ViTTrainer` at the Trainer's events, in the order that it needs within each."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -86,10 +86,9 @@ class _Hooks(TrainerCallback):
             )  # fmt: skip
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
-            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for. The
-            # stock Trainer needs an entry for each callback to save it.
+            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
-            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]
+            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # saving needs an entry
             vars(trainer.early_stopping).update(saved)
             control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
 
@@ -257,11 +256,10 @@ class ViTTrainer(Trainer):
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        # Of this process.
         num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
         if args.max_steps <= 0:
             rows: Any = self.train_dataset or ()
-            num_images = args.num_train_epochs * len(rows) / args.world_size
+            num_images = args.num_train_epochs * len(rows) / args.world_size  # of this process
         pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=num_images)
