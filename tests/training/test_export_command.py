@@ -99,11 +99,26 @@ def test_numbers_have_neither_interval_nor_answers_in_the_summary():
     lines = export.summary(facts | {"odd": found, "milliseconds": {"1 image": {"PyTorch": 2.0, "export": 0.5}}})
     assert lines.splitlines() == [
         "Size         1.50 MB",
-        "Pipeline     r2 0.9000",
-        "Export       r2 0.9000",
+        "Pipeline     test R2 0.900",
+        "Export       test R2 0.900",
         "Test images  scores differ by up to 2.0e-07",
         "Odd images   scores differ by up to 2.0e-07",
         "Time         1 image, to scores: PyTorch 2.00 ms; export 0.50 ms",
+    ]
+
+
+def test_summary_gives_accuracy_as_the_report_does():
+    found = {"answers_changed": 0, "images": 100, "largest_difference": 2e-7}
+    scores = {"accuracy": 0.5, "top5_accuracy": 0.9}
+    facts = {"metric": "accuracy", "problem_type": "single_label_classification", "megabytes": 1.5, "milliseconds": {}}
+    facts |= dict.fromkeys(("test", "odd"), found) | dict.fromkeys(("pipeline", "export"), scores)
+
+    lines = export.summary(facts)
+
+    assert lines.splitlines()[1:4] == [
+        "Pipeline     test accuracy 50.0%, 95% interval 40.4 to 59.6",
+        "Export       test accuracy 50.0%, 95% interval 40.4 to 59.6",
+        "Test images  0 of 100 answers change; scores differ by up to 2.0e-07",
     ]
 
 

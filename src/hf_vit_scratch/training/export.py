@@ -34,7 +34,7 @@ from ..data.splits import with_names
 from ..data.targets import targets_of
 from ..errors import UserError
 from ..evaluation import exported
-from ..evaluation.model_card import describe_machine
+from ..evaluation.model_card import describe_machine, results_of
 from ..evaluation.predict import load_classifier, refuse_other_models
 from .evaluate import load_rows, open_run, parser_of_runs
 
@@ -120,16 +120,14 @@ def reduced(image: Image.Image) -> NDArray[np.uint8]:
 
 def summary(facts: dict[str, Any]) -> str:
     """Return what `export.json` says as a few lines."""
-    metric, lines = facts["metric"], [f"Size         {facts['megabytes']:.2f} MB"]
+    metric, kind, lines = facts["metric"], facts["problem_type"], [f"Size         {facts['megabytes']:.2f} MB"]
     for name in ("pipeline", "export"):
-        scores = facts[name]
-        low, high = scores.get(f"{metric}_low"), scores.get(f"{metric}_high")
-        interval = "" if low is None else f" (95% interval {low:.4f} to {high:.4f})"
-        lines.append(f"{name.title():13}{metric} {scores[metric]:.4f}{interval}")
+        report = {"problem_type": kind, "images": facts["test"]["images"], f"test_{metric}": facts[name][metric]}
+        lines += [f"{name.title():13}{title} {text}" for title, text in results_of([report]).items()]
     for name in ("test", "odd"):
         found = facts[name]
         changed = f"{found['answers_changed']} of {found['images']} answers change; "
-        changed = "" if facts["problem_type"] == "regression" else changed
+        changed = "" if kind == "regression" else changed
         lines.append(f"{name.title() + ' images':13}{changed}scores differ by up to {found['largest_difference']:.1e}")
     for batch, times in facts["milliseconds"].items():
         each = "; ".join(f"{name} {time:.2f} ms" for name, time in times.items())
