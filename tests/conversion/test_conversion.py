@@ -434,6 +434,13 @@ def test_masked_images_that_are_not_square_have_no_place_in_transformers():
         to_vit(tiny_ours(ViTScratchForMaskedImageModeling))
 
 
+def test_grid_that_leaves_pixels_out_has_no_place_here():
+    vit = ViTModel(ViTConfig(**TINY | {"image_size": 30, "patch_size": 4}))  # transformers rounds the grid down
+
+    with pytest.raises(UserError, match=r"image_size .*30.* patch_size .*4"):
+        from_vit(vit)
+
+
 def test_pre_ln_has_no_place_in_bert():
     with pytest.raises(UserError, match=r"to_bert: .* no counterpart of norm_first=True, pooling='mean'\."):
         to_bert(tiny_ours(ViTScratchModel, pooling="mean"))

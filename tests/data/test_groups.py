@@ -299,6 +299,15 @@ def test_column_of_groups_is_not_needed_to_evaluate(tmp_path):
     assert rows.column_names == ["image", "label"]
 
 
+def test_test_split_may_have_a_class_that_train_has_not():
+    image = Image.new("L", (2, 2))
+    splits = {"train": rows_of([image] * 40, [0, 1] * 20), "test": rows_of([image] * 3, [0, 1, 2])}
+
+    cut_the_missing(DataArguments(), splits, None, 0)
+
+    assert np.bincount(splits["validation"]["label"]).tolist() == [2, 2]
+
+
 def test_class_without_an_image_in_a_test_split_that_was_given_is_named(caplog):
     image, labels = Image.new("L", (2, 2)), [0, 1] * 20
     splits = {"train": rows_of([image] * 40, labels), "test": rows_of([image] * 3, [0] * 3)}

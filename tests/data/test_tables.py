@@ -209,8 +209,9 @@ def test_missing_files_are_skipped_where_asked(folder):
     assert sum(map(len, load_splits(str(table), corrupt_images="skip").values())) == 19
 
 
-def test_images_without_labels_are_taken_from_the_folder_although_it_has_a_table(folder):
-    write_table(folder / "metadata.csv", NAMES[:4], label=["a", "b", "a", "b"])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_images_without_labels_are_taken_from_the_folder_although_it_has_a_table(suffix, folder):
+    write_table(folder / f"metadata.{suffix}", NAMES[:4], label=["a", "b", "a", "b"])
 
     assert sum(map(len, load_splits(str(folder), labelled=False).values())) == 20
 

@@ -303,6 +303,18 @@ def test_parquet_file_takes_in_no_file_from_elsewhere_unless_allowed(tmp_path, p
     assert sum(map(len, splits.values())) == 40
 
 
+def test_stream_that_skips_broken_images_opens_no_file_of_this_machine(tmp_path):
+    (tmp_path / "secret.txt").write_text("no image")
+    feature = Features({"image": ImageFeature(decode=False), "label": datasets.ClassLabel(names=["a", "b"])})
+    images = [{"path": str(tmp_path / "secret.txt"), "bytes": None}] * 4
+    rows = Dataset.from_dict({"image": images, "label": [0, 1] * 2}, features=feature).to_iterable_dataset()
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, do_convert_rgb=True)
+    transform = BatchTransform(processor, [Augmentation((8, 8))])
+
+    with pytest.raises(UserError, match="to stream, the images must be in the rows themselves"):
+        next(iter(ImageClassificationStream(rows, transform, batch_size=2, stage_of_batch=[0], skip_corrupt=True)))
+
+
 @pytest.mark.parametrize(("split", "place"), [("train", 0), ("train", 39), ("validation", 39)])
 def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photographs):
     photographs[0].resize((8, 8)).save(tmp_path / "secret.png")

@@ -58,6 +58,13 @@ def test_file_in_a_folder_of_the_checkpoint_is_verified(make):
     assert damaged_files(folder) == ["shards/0.distcp"]
 
 
+def test_list_of_checksums_that_is_empty_verifies_nothing(make):
+    folder = make(1, limit=None)
+    (folder / CHECKSUMS).write_text("")
+
+    assert damaged_files(folder) == [CHECKSUMS]
+
+
 @pytest.mark.parametrize(
     ("limit", "best", "kept"),
     [(None, None, [4, 3, 2, 1]), (2, None, [4, 3]), (2, 1, [4, 1]), (1, None, [4]), (1, 1, [4, 1])],

@@ -7,7 +7,7 @@ from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.arguments import ModelArguments, ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import finish_checkpoint
-from hf_vit_scratch.training.recipe import RECIPES, Recipe, model_config, parse_recipe
+from hf_vit_scratch.training.recipe import FACTS, RECIPES, Recipe, model_config, parse_recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint, without_resuming
 
 
@@ -33,7 +33,7 @@ def test_recipe_for_a_cpu_leaves_precision_and_attention_to_the_machine():
 
 
 def test_secret_is_not_taken_as_a_flag(parse):
-    with pytest.raises(UserError, match="hub_token would be published with the run's command: use `hf auth login`"):
+    with pytest.raises(UserError, match=r"hub_token must stay none: it would be published .* use `hf auth login`"):
         parse("seed: 1", "--hub_token", "hf_secret", "--output_dir", "x")
 
 
@@ -347,6 +347,13 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path, folder):
         UserError, match=r"holds no complete checkpoint to resume from\. Start without --resume_from_checkpoint"
     ):
         resolve_checkpoint(args, Recipe())
+
+
+def test_damaged_facts_of_a_run_are_the_users_mistake(tmp_path):
+    (tmp_path / FACTS).write_text("{")
+
+    with pytest.raises(UserError, match=rf"{FACTS} is damaged"):
+        Recipe.load(tmp_path)
 
 
 def test_resume_from_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from PIL import Image
 from test_train_script import SMALL, train
 
 from hf_vit_scratch import ViTScratchForImageClassification
+from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.training import sanity_check
 
 
@@ -100,13 +101,13 @@ def test_copies_with_different_labels_are_pointed_out(capsys, tmp_path, class_fo
 
 def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, monkeypatch, without):
     without("_trial")
-    batch = sanity_check._batch
+    sample = ImageClassificationDataset.sample
 
     def same_images(*args, **kwargs):
-        pixel_values, labels = batch(*args, **kwargs)
-        return torch.zeros_like(pixel_values), labels
+        batch = sample(*args, **kwargs)
+        return batch | {"pixel_values": torch.zeros_like(batch["pixel_values"])}
 
-    monkeypatch.setattr(sanity_check, "_batch", same_images)
+    monkeypatch.setattr(ImageClassificationDataset, "sample", same_images)
     monkeypatch.setattr(sanity_check, "MAX_STEPS", 5)
 
     passed, _, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path))

@@ -422,6 +422,10 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
             ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "4000"],
             r"^dataloader_drop_last leaves no batch: the 1295 training images must be at least 4000\.",
         ),
+        (
+            ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "4000", "--fit_to_images", "true"],
+            r"^dataloader_drop_last leaves no batch: the 1295 training images must be at least 4000\.",
+        ),
     ],
 )
 def test_mistake_is_found_before_anything_is_written(argv, message, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,18 +108,15 @@ def observe(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tens
     """
     seen: dict[str, Tensor] = {}
 
-    def keep(depth: int) -> Callable[..., None]:
-        def hook(_layer: nn.Module, inputs: Any, output: Any) -> None:
-            seen[f"hidden_states.{depth}"] = inputs[0]
-            seen[f"hidden_states.{depth + 1}"] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    def keep(depth: int, _layer: nn.Module, inputs: Any, output: Any) -> None:
+        seen[f"hidden_states.{depth}"] = inputs[0]
+        seen[f"hidden_states.{depth + 1}"] = output[0] if isinstance(output, tuple) else output
 
     # In every library, the first list of modules holds the encoder layers.
     layers = next(part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
     with ExitStack() as hooks:
         for depth, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_hook(keep(depth)))
+            hooks.enter_context(layer.register_forward_hook(partial(keep, depth)))
         outputs = module(*inputs, **kwargs)
     for name, value in {"logits": outputs}.items() if isinstance(outputs, Tensor) else outputs.items():
         if name == "attentions":

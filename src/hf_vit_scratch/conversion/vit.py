@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTForMaskedImageModeling, ViTModel
 
+from ..errors import blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
     ViTScratchForImageClassification,
@@ -39,7 +40,8 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
     if isinstance(vit, ViTForImageClassification) and isinstance(vit.classifier, nn.Identity):
         return from_vit(vit.vit)
     state, source_config = weights_of(vit), cast(Any, vit.config)
-    config = ViTScratchConfig(norm_first=True, **{name: getattr(source_config, name) for name in FIELDS})
+    with blame_the_user():
+        config = ViTScratchConfig(norm_first=True, **{name: getattr(source_config, name) for name in FIELDS})
     if "classifier.weight" in state:  # it may have been replaced
         config.num_labels = len(state["classifier.weight"])
     ours_class = next(ours for theirs, ours in CLASSES.items() if isinstance(vit, theirs))
@@ -52,10 +54,9 @@ def from_vit(vit: nn.Module) -> ViTScratchPreTrainedModel:
 def to_vit(model: ViTScratchPreTrainedModel) -> Any:
     """Convert a ViTScratch model to transformers' ViT of the same kind, `ViTModel` without a pooler."""
     require_class(model, CLASSES.values(), "to_vit")
-    makes_images = isinstance(model, ViTScratchForMaskedImageModeling)
     require_values(model, "to_vit", ACCEPTED)
     config, state = ViTConfig(**{name: getattr(model.config, name) for name in FIELDS}), weights_of(model)
-    if makes_images:
+    if isinstance(model, ViTScratchForMaskedImageModeling):
         config.image_size, config.patch_size = model.config.image_height_width[0], model.config.patch_height_width[0]
         config.encoder_stride = config.patch_size
     vit_class = next(theirs for theirs, ours in CLASSES.items() if isinstance(model, ours))

@@ -46,12 +46,11 @@ def keep_together(
             logger.info("%s: no near duplicates were found.", args.data)
         else:
             _list_near_duplicates(args, splits, places, pairs, listing)
-    links = pairs
     if args.group_by is not None:
         named = [name for rows in splits.values() for name in _group_names(args, rows)]
         _, first, names = np.unique(named, return_index=True, return_inverse=True)
-        links = np.concatenate((pairs, np.column_stack((np.arange(len(names)), first[names]))))
-    graph = coo_array((np.ones(len(links), bool), links.T), shape=(len(places), len(places)))
+        pairs = np.concatenate((pairs, np.column_stack((np.arange(len(names)), first[names]))))
+    graph = coo_array((np.ones(len(pairs), bool), pairs.T), shape=(len(places), len(places)))
     groups = connected_components(graph, directed=False)[1]
     for earlier, later in combinations(splits, 2):
         shared = kept & (places == earlier) & np.isin(groups, groups[kept & (places == later)])
@@ -170,7 +169,9 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
             number, how = len(splits[name]), ", in whole groups" if args.group_by else ""
             share = 100 * number / len(rows)
             logger.info("%s: %d of %d images (%.0f%%) cut for %s%s", args.data, number, len(rows), share, name, how)
-        without = np.flatnonzero((np.bincount(_strata(splits[name]), minlength=len(counts)) == 0) & (counts > 0))
+        # Classes after the last one of train have no training image either.
+        number_of = np.bincount(_strata(splits[name]), minlength=len(counts))[: len(counts)]
+        without = np.flatnonzero((number_of == 0) & (counts > 0))
         if without.size:
             names = [label_names(rows.features["label"])[place] for place in without]
             logger.warning(

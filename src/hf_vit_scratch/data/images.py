@@ -49,7 +49,7 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
     Files and folders whose name begins with a dot are in neither. Links to folders are left out (`"skip"`), followed
     to each folder once (`"follow"`), or a `UserError` (`"refuse"`).
     """
-    found, others, seen = [], list[str](), {os.path.realpath(folder)}
+    found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards
@@ -60,13 +60,9 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
             path = Path(parent, links[0])
             raise UserError(f"{path} leads to {path.resolve()}. If that is meant, give --follow_links true.")
         for name in names:
-            suffix = os.path.splitext(name)[1].lower()
-            if name.startswith("."):
-                continue
-            if suffix in SUFFIXES:
-                found.append(os.path.join(parent, name))
-            else:
-                others.append(os.path.join(parent, name))
+            if not name.startswith("."):
+                is_image = os.path.splitext(name)[1].lower() in SUFFIXES
+                (found if is_image else others).append(os.path.join(parent, name))
     # In the order of paths, but as strings, for there may be a million.
     return [Path(path) for path in sorted(found, key=lambda path: path.split(os.sep))], others
 

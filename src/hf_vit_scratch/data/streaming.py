@@ -89,11 +89,15 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size)
             count = 0
             for row in split_dataset_by_node(shuffled, *self.process):
-                if self.skip_corrupt and self._is_corrupt(row):
-                    continue
-                count += 1
-                if row["image"] is not None and row["image"]["bytes"] is None:
+                if row["image"] is not None and row["image"]["bytes"] is None:  # before anything opens its file
                     raise UserError(f"{_name(row)}: {NOT_IN_ROWS}")
+                if self.skip_corrupt:
+                    try:
+                        self.batch_transform.decode(row["image"], _name(row))
+                    except UserError as error:
+                        logger.warning("Left out: %s", error)
+                        continue
+                count += 1
                 if not is_valid(feature, row["label"]):
                     last = len(label_names(feature)) - 1
                     raise UserError(f"{_name(row)} has the label {row['label']}, which is none of 0 to {last}.")
@@ -103,14 +107,6 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
                     "A process has nothing to read. Either none of its images can be decoded, or the training split "
                     f"has too few files, {self.rows.num_shards}: use fewer processes or --dataloader_num_workers."
                 )
-
-    def _is_corrupt(self, row: dict[str, Any]) -> bool:
-        try:
-            self.batch_transform.decode(row["image"], _name(row))
-        except UserError as error:
-            logger.warning("Left out: %s", error)
-            return True
-        return False
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -90,6 +90,7 @@ def make_card(
     for line in log:
         steps.setdefault(line["step"], {}).update(line)
     rows = [line for line in steps.values() if "eval_loss" in line] or [line for line in log if "loss" in line]
+    commands = [shlex.join(_without_folders(shlex.split(report["command"]))) for report in reports]
     return _write_card(
         output,
         ViTScratchConfig.from_pretrained(runs[0]),
@@ -110,7 +111,7 @@ def make_card(
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
         seconds=max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log),
-        commands="\n".join(f"    {_command(report)}" for report in reports),
+        commands="\n".join(f"    {command}" for command in commands),
         recipe=yaml.safe_dump(
             {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False
         ).strip(),
@@ -208,10 +209,6 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
         if path.resolve() != paths[name].resolve():
             shutil.copyfile(path, paths[name])
     return {name: path.name for name, path in paths.items() if path.is_file()}
-
-
-def _command(report: dict[str, Any]) -> str:
-    return shlex.join(_without_folders(shlex.split(report["command"])))
 
 
 def _without_folders(value: Any) -> Any:

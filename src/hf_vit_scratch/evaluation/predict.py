@@ -167,7 +167,7 @@ def forward(
     """Yield, as `predict` does, for each image file outputs of a pipeline's model, such as `logits`, or `error`."""
     encoded: dict[str, Any] = {}  # the output of the encoder, which a classifier keeps to itself
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
-        optimize(loaded.model, example_batch_for(loaded.model, batch_size), images=len(paths))
+        optimize(loaded.model, example_batch_for(loaded.model, min(batch_size, len(paths))), images=len(paths))
     prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
     with loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output)):
         for results, inputs in DataLoader(cast(Any, paths), batch_size, num_workers=num_workers, collate_fn=prepare):

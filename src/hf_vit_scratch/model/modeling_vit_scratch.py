@@ -32,8 +32,6 @@ from transformers.modeling_outputs import (
     MaskedImageModelingOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vit_scratch import ViTScratchConfig
@@ -198,10 +196,7 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.drop_path = ViTScratchDropPath(drop_path_prob)
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        x = hidden_states
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.norm_first:
             branch, attn_weights = self.attention(self.layernorm_before(x), attention_mask, **kwargs)
             x = x + self.drop_path(self.dropout(branch))
@@ -257,10 +252,9 @@ def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_token
     class token, which has no place in the grid, gets zeros.
     """
     # On the CPU, because not every device has float64.
-    y, x = torch.meshgrid(*(torch.arange(n, device="cpu") for n in grid), indexing="ij")
+    places = torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in grid))  # (rows * cols, 2): y, then x
     frequencies = 10_000.0 ** -torch.linspace(0, 1, hidden_size // 4, dtype=torch.float64, device="cpu")  # (D / 4,)
-    x_angles = x.flatten()[:, None] * frequencies
-    y_angles = y.flatten()[:, None] * frequencies
+    y_angles, x_angles = places.T[..., None] * frequencies  # each (rows * cols, D / 4)
     positions = torch.cat((x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()), dim=1)
     return F.pad(positions, (0, 0, num_prefix_tokens, 0))
 
@@ -312,11 +306,9 @@ class ViTScratchEmbeddings(nn.Module):
         if bool_masked_pos is not None:
             if self.mask_token is None:
                 raise ValueError("bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling.")
-            if bool_masked_pos.shape != embeddings.shape[:2]:
-                raise ValueError(
-                    f"bool_masked_pos must have one entry per patch: shape {tuple(embeddings.shape[:2])}, got "
-                    f"{tuple(bool_masked_pos.shape)}."
-                )
+            expected, given = tuple(embeddings.shape[:2]), tuple(bool_masked_pos.shape)
+            if given != expected:
+                raise ValueError(f"bool_masked_pos must have one entry per patch: shape {expected}, got {given}.")
             embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
         if self.cls_token is not None:
             embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
@@ -364,14 +356,11 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             # transformers has drawn the convolution's weight before, as any other. Draw it again, at its own scale.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
-            for token in (module.cls_token, module.mask_token):
-                if token is not None:
-                    init.trunc_normal_(token, std=std)
+            for parameter in module.parameters(recurse=False):  # tokens, and positions unless they are fixed
+                init.trunc_normal_(parameter, std=std)
             if self.config.position_embedding_type == "sincos2d":
                 sizes = (self.config.grid_size, self.config.hidden_size, self.config.num_prefix_tokens)
                 init.copy_(module.position_embeddings, sincos2d_positions(*sizes)[None])
-            else:
-                init.trunc_normal_(module.position_embeddings, std=std)
         else:
             super()._init_weights(module)  # norms
 
@@ -440,14 +429,14 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(  # type: ignore[misc]  # TransformersKwargs has the output flags, too
+    def forward(
         self,
         pixel_values: Tensor,
         attention_mask: Tensor | None = None,
         bool_masked_pos: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
         """Encode images.
 
@@ -471,11 +460,10 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
-        options: dict[str, Any] = {**kwargs}
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
-        if implementation is not None:  # mask functions read the config, layers read the options
+        if implementation is not None:  # mask functions read the config, layers read the arguments
             config = copy.copy(config)
-            config._attn_implementation = options["attn_implementation"] = implementation
+            config._attn_implementation = kwargs["attn_implementation"] = implementation
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 "attention_mask must have one entry per token, the class token included: shape "
@@ -487,12 +475,12 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             mask = create_mask(config, hidden_states, attention_mask, None)  # without a cache, or states of an encoder
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
-            options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
+            kwargs["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
         # Not transformers' `capture_outputs`: it finds layers by their class, which FSDP2 replaces.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
-            hidden_states, attn_weights = layer(hidden_states, mask, **options)
+            hidden_states, attn_weights = layer(hidden_states, mask, **kwargs)
             if output_hidden_states:  # otherwise their memory can be freed
                 all_hidden_states.append(hidden_states)
             if output_attentions:
@@ -567,9 +555,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
-    ) -> ImageClassifierOutput:
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
         Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
@@ -626,7 +612,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Any
     ) -> MaskedImageModelingOutput:
         """Reconstruct images, with the arguments of `ViTScratchModel.forward`.
 
@@ -668,7 +654,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
     @can_return_tuple
     @filter_output_hidden_states  # asks for hidden states, and removes them again unless the caller wants them
-    def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
         Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.

@@ -235,19 +235,18 @@ def _joined(linear: Iterable[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:
     """Return whether these modules do what their classes say, on a CPU, and nothing watches or traces them."""
-    if (
-        type(x) is not Tensor
-        or not x.is_cpu
-        or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    if not _are_linear(linear) or any(map(_is_watched, others)):
-        return False
-    return not any(module.weight.is_inference() for module in linear)
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and _are_linear(linear)
+        and not any(map(_is_watched, others))
+        and not any(module.weight.is_inference() for module in linear)
+    )
 
 
 def _are_linear(modules: Iterable[Any]) -> bool:

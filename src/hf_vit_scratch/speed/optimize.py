@@ -36,7 +36,6 @@ WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
 }
 METHODS = {method for classes in WAYS.values() for methods in classes.values() for method in methods.values()}
 CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(WAYS, ATTENTIONS)))
-TRAINING, INFERENCE = ("joined", "convolution"), ("packed",)
 SECONDS = 4.0  # for all measurements together; the last round may take longer
 SHARE_OF_RUN = 0.02  # of the time that the run will take
 MIN_ROUNDS, MAX_ROUNDS = 3, 21
@@ -117,10 +116,8 @@ def optimize(
     options = {"backend": "inductor", **(compile if isinstance(compile, dict) else {})}
     can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
     compiled = bool(compile) and can
-    layers = _layers(model) if compiled else []
-    different = len({layer.drop_path.drop_prob for layer in layers}) > 1
-    for layer in layers:
-        if different:
+    for layer in _layers(model) if compiled else ():
+        if layer.attention.config.drop_path_rate:  # which then differs from layer to layer
             layer.drop_path = fused.DropPath(layer.drop_path.drop_prob).train(layer.training)
         layer.compile(dynamic=False, **options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
@@ -156,7 +153,7 @@ def _candidates(device: torch.device, attention: str, training: bool, compile: b
     """Return the names to choose from; none where nothing is measured."""
     if device.type != "cpu" or attention not in ATTENTIONS:
         return []
-    ways: tuple[str, ...] = TRAINING if training else INFERENCE
+    ways: tuple[str, ...] = ("joined", "convolution") if training else ("packed",)
     if (compile and training) or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         ways = ()
     return [*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(ways, ATTENTIONS))]
@@ -166,11 +163,8 @@ def _first_layer(model: PreTrainedModel, example_batch: Tensor) -> tuple[nn.Modu
     """Return the first layer, and the arguments that the model calls it with, for one image repeated."""
     layer, calls = _layers(model)[0], list[tuple[Any, Any]]()
     hook = layer.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            model.base_model(example_batch[:1])
-    finally:
-        hook.remove()
+    with hook, torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        model.base_model(example_batch[:1])
     (hidden_states, *args), kwargs = calls[0]
     return layer, (hidden_states.expand(len(example_batch), -1, -1), *args), kwargs
 

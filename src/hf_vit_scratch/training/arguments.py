@@ -22,6 +22,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "eval_do_concat_batches": (True, "the metrics are of all images together"),
     "label_names": (None, "they follow from the task"),
     "debug": ("", "it cannot be written into a recipe"),
+    "hub_token": (None, "it would be published with the run's command; use `hf auth login` or HF_TOKEN"),
     "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
     "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
 }
@@ -170,8 +171,6 @@ class ViTTrainingArguments(TrainingArguments):
         for name, (value, reason) in FIXED.items():
             if getattr(self, name) != value:
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
-        if self.hub_token is not None:
-            raise UserError("hub_token would be published with the run's command: use `hf auth login` or HF_TOKEN.")
         if self.eval_tta not in (None, "flip"):
             raise UserError(f"eval_tta must be flip, or left out; got {self.eval_tta!r}.")
         if self.task not in TASKS:

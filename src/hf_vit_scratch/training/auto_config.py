@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from ..data.images import size_and_mode
+from ..data.images import map_images, size_and_mode
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import can_compile
@@ -228,9 +227,8 @@ def images_per_second(step: Callable[[], int], seconds: float) -> float:
 
 def images_in_pass(training: ViTTrainingArguments, number: int) -> int:
     """Return how many of so many images a pass visits, without those of a last batch that is left out."""
-    return number - (
-        number % (training.train_batch_size * training.world_size) if training.dataloader_drop_last else 0
-    )
+    batch = training.train_batch_size * training.world_size
+    return number - number % batch if training.dataloader_drop_last else number
 
 
 def planned_passes(training: ViTTrainingArguments, number: int) -> float:
@@ -254,7 +252,6 @@ def detail_lost(rows: Dataset, size: tuple[int, int]) -> str | None:
 
 def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:
     """Return (width, height) in pixels of some of the images, (n, 2), and how many there are of each mode."""
-    chosen = np.random.default_rng(0).permutation(len(rows))[:SAMPLE_SIZE].tolist()
-    encoded = rows.cast_column("image", datasets.Image(decode=False))[chosen]["image"]
-    found = [size_and_mode(row, f"image {number}") for number, row in zip(chosen, encoded, strict=True)]
+    chosen = np.random.default_rng(0).permutation(len(rows))[:SAMPLE_SIZE]
+    found = [*map_images(lambda place, row: size_and_mode(row, f"image {chosen[place]}"), rows.select(chosen))]
     return np.array([size for size, _ in found]), Counter(mode for _, mode in found)

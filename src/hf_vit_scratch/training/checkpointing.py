@@ -102,7 +102,7 @@ def damaged_files(folder: Path) -> list[str]:
         lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, UnicodeDecodeError):
         return [CHECKSUMS]
-    if not all(re.fullmatch(r"[0-9a-f]{64}  .+", line) for line in lines):
+    if not lines or not all(re.fullmatch(r"[0-9a-f]{64}  .+", line) for line in lines):
         return [CHECKSUMS]
     expected = {line[66:]: line[:64] for line in lines}
     return [

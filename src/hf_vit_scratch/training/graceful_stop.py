@@ -43,12 +43,10 @@ class GracefulStop:
                 raise KeyboardInterrupt
 
         before: dict[signal.Signals, Any] = {}
-        try:
+        with suppress(ValueError):  # not in the main thread, where no signal arrives
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # it is where a script starts a background command
                     before[number] = signal.signal(number, request)
-        except ValueError:  # not in the main thread, where no signal arrives
-            pass
         try:
             yield
         finally:

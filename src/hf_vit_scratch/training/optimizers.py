@@ -1,7 +1,7 @@
 """Parameter groups, Muon beside AdamW, and a schedule that follows the clock."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -187,13 +187,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: list[dict[str, Any]],
         *,
         muon_dtype: torch.dtype = torch.bfloat16,
         muon_beta2: float | None = None,
         **adamw: Any,
     ):
-        groups = list(groups)
         of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
         if not of_muon:
             raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")

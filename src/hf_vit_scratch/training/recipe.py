@@ -82,9 +82,10 @@ class Recipe:
         """Return the recipe of a run, or `None` if the folder holds none."""
         if not (folder / FACTS).is_file():
             return None
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        settings = {name: Setting(**setting) for name, setting in facts.pop("settings").items()}
-        return cls(settings, **facts)
+        with blame_the_files(f"{folder / FACTS} is damaged"):
+            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            settings = {name: Setting(**setting) for name, setting in facts.pop("settings").items()}
+            return cls(settings, **facts)
 
 
 def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tuple[Arguments, Recipe]:

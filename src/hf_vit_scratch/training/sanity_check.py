@@ -97,13 +97,9 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
     return []
 
 
-def _batch(trainer: ViTTrainer, size: int, stage: int | None) -> tuple[Tensor, Tensor]:
-    batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(size, seed=1, stage=stage)
-    return batch["pixel_values"], batch["labels"]
-
-
 def _overfit(trainer: ViTTrainer) -> list[str]:
-    pixel_values, labels = (x.to(trainer.args.device) for x in _batch(trainer, OVERFIT_IMAGES, stage=None))
+    batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(OVERFIT_IMAGES, seed=1, stage=None)
+    pixel_values, labels = (batch[name].to(trainer.args.device) for name in ("pixel_values", "labels"))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):  # noqa: B007
@@ -213,9 +209,9 @@ def _plot_samples(trainer: ViTTrainer, names: list[str], path: Path) -> None:
     dataset = cast(ImageClassificationDataset, trainer.train_dataset)
     images, captions = list[Image.Image](), list[str]()
     for stage in (None, max(len(dataset.batch_transform.stages) - 2, 0)):
-        pixel_values, labels = _batch(trainer, SHOWN_IMAGES, stage)
-        images += [Image.fromarray(pixels) for pixels in denormalize(pixel_values, dataset.image_processor)]
-        captions += _captions(trainer, names, labels)
+        batch = dataset.sample(SHOWN_IMAGES, seed=1, stage=stage)
+        images += [Image.fromarray(pixels) for pixels in denormalize(batch["pixel_values"], dataset.image_processor)]
+        captions += _captions(trainer, names, batch["labels"])
     plot_images(images, captions, path)
 
 

@@ -158,6 +158,12 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     config = model_config(args.model, names, None if start is None else start.model.config)
     if not is_masked(args):
         fit_to_labels(args, config, splits["train"], recipe, None if start is None else start.model.config)
+    rows, least = splits["train"], training.train_batch_size * training.world_size
+    if training.dataloader_drop_last and isinstance(rows, Dataset) and len(rows) < least:
+        raise UserError(
+            f"dataloader_drop_last leaves no batch: the {len(rows)} training images must be at least {least}. Leave "
+            "it out, or use smaller batches."
+        )
     recipe.machine_choices = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
@@ -275,7 +281,6 @@ def build_trainer(
     stages, stage = training_stages(config.image_height_width, **vars(augmentation))
     patch_size = config.patch_height_width
     _refuse_cut_patches(stages, patch_size)
-    _refuse_to_drop_all(training, splits["train"])
     feature = splits["train"].features["label"]
     counts = None if data_args.streaming else class_counts(splits["train"])
     # The Trainer's own smoothing would take the labels from the model, in evaluation too.
@@ -327,15 +332,6 @@ def build_trainer(
         training.device,
     )
     return trainer, dataset_class(splits["test"], transform)
-
-
-def _refuse_to_drop_all(training: ViTTrainingArguments, rows: Any) -> None:
-    least = training.train_batch_size * training.world_size
-    if training.dataloader_drop_last and isinstance(rows, Dataset) and len(rows) < least:
-        raise UserError(
-            f"dataloader_drop_last leaves no batch: the {len(rows)} training images must be at least {least}. Leave "
-            "it out, or use smaller batches."
-        )
 
 
 def _refuse_cut_patches(stages: Sequence[Augmentation | None], patch_size: tuple[int, int]) -> None:
