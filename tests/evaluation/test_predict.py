@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.evaluation import predict
 from hf_vit_scratch.evaluation.predict import find_images
 
 LABELS = ["ant", "bee, wild", "cat", "dog", "eel"]
@@ -318,6 +319,17 @@ def test_progress_is_shown_in_a_terminal(terminal, saved, mixed_images, monkeypa
     disable_progress_bars()
 
     assert ("9/9" in capsys.readouterr().err) == terminal
+
+
+def test_layers_are_measured_on_as_many_images_as_there_are(saved, mixed_images, monkeypatch):
+    measured = []
+    monkeypatch.setattr(predict, "optimize", lambda model, pixels, images: measured.append((len(pixels), images)))
+    model = saved()
+
+    run(model, mixed_images / "7.jpg")
+    run(model, mixed_images, "--batch_size", "4")
+
+    assert measured == [(1, 1), (4, 9)]
 
 
 # Refusals

@@ -237,8 +237,8 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     root = path if path.is_dir() else path.parent
     folders = _folders_of_splits(root) if path.exists() else {}
     tables = find_tables(path, [root, *folders.values()] if labelled and path.is_dir() else [])
-    has_rows = any(file.name != "metadata.parquet" for file in path.rglob("*.parquet"))  # not a table beside images
-    if data == "digits" or tables or (path.is_dir() and not has_rows):
+    files_of_rows = (file for file in path.rglob("*.parquet") if file.name != "metadata.parquet")  # beside images
+    if data == "digits" or tables or (path.is_dir() and not any(files_of_rows)):
         if streaming:
             raise UserError(
                 f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."

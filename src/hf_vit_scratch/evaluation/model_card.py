@@ -90,7 +90,6 @@ def make_card(
     for line in log:
         steps.setdefault(line["step"], {}).update(line)
     rows = [line for line in steps.values() if "eval_loss" in line] or [line for line in log if "loss" in line]
-    commands = [shlex.join(_without_folders(shlex.split(report["command"]))) for report in reports]
     return _write_card(
         output,
         ViTScratchConfig.from_pretrained(runs[0]),
@@ -111,7 +110,7 @@ def make_card(
         origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
         seconds=max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log),
-        commands="\n".join(f"    {command}" for command in commands),
+        commands=[shlex.join(_without_folders(shlex.split(report["command"]))) for report in reports],
         recipe=yaml.safe_dump(
             {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False
         ).strip(),

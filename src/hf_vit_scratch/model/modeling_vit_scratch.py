@@ -32,6 +32,8 @@ from transformers.modeling_outputs import (
     MaskedImageModelingOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vit_scratch import ViTScratchConfig
@@ -429,14 +431,14 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]  # TransformersKwargs has the output flags, too
         self,
         pixel_values: Tensor,
         attention_mask: Tensor | None = None,
         bool_masked_pos: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """Encode images.
 
@@ -460,10 +462,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
+        options: dict[str, Any] = {**kwargs}
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
-        if implementation is not None:  # mask functions read the config, layers read the arguments
+        if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)
-            config._attn_implementation = kwargs["attn_implementation"] = implementation
+            config._attn_implementation = options["attn_implementation"] = implementation
         if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
             raise ValueError(
                 "attention_mask must have one entry per token, the class token included: shape "
@@ -475,12 +478,12 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             mask = create_mask(config, hidden_states, attention_mask, None)  # without a cache, or states of an encoder
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
-            kwargs["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
+            options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
         # Not transformers' `capture_outputs`: it finds layers by their class, which FSDP2 replaces.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
-            hidden_states, attn_weights = layer(hidden_states, mask, **kwargs)
+            hidden_states, attn_weights = layer(hidden_states, mask, **options)
             if output_hidden_states:  # otherwise their memory can be freed
                 all_hidden_states.append(hidden_states)
             if output_attentions:
@@ -555,7 +558,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
         Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
@@ -612,7 +617,7 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Any
+        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> MaskedImageModelingOutput:
         """Reconstruct images, with the arguments of `ViTScratchModel.forward`.
 
@@ -654,7 +659,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
     @can_return_tuple
     @filter_output_hidden_states  # asks for hidden states, and removes them again unless the caller wants them
-    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:
+    def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
         Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
