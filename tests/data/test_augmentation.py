@@ -184,7 +184,7 @@ def test_impossible_stages_are_refused(choice, message):
         ({"mixup_alpha": -1.0}, r"mixup_alpha must be 0 or more, got -1.0"),
         ({"cutmix_alpha": float("inf")}, r"cutmix_alpha must be 0 or more, got inf"),
         ({"mixup_prob": 2.0}, r"mixup_prob must lie in \[0, 1\], got 2.0"),
-        ({"label_smoothing": 1.0}, r"label_smoothing_factor must lie in \[0, 1\), got 1.0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must lie in \[0, 1\), got 1.0"),
     ],
 )
 def test_impossible_mixing_is_refused(choice, message):

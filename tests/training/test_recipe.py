@@ -171,6 +171,13 @@ def test_run_without_a_limit_can_be_repeated(parse, tmp_path):
     assert training.max_train_minutes == again.max_train_minutes == float("inf")
 
 
+def test_recipe_without_its_limit_keeps_a_schedule_in_parts_of_the_time(parse):
+    (*_, training), _ = parse("max_train_minutes: 9", "--max_train_minutes", "null")
+    (*_, unlimited), _ = parse("seed: 1", "--max_train_minutes", "null")
+
+    assert (training.max_train_minutes, unlimited.max_train_minutes) == (float("inf"), None)
+
+
 def test_digits_are_the_recipe_if_none_is_named():
     (model, data, *_, training), _ = parse_recipe(["--num_hidden_layers", "3"])
 

@@ -11,7 +11,6 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import UserError
 from .options import MixingArguments
 from .transforms import Numbers, SampleRNG, inside, to_device
 
@@ -41,8 +40,6 @@ class Mixup(MixingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"label_smoothing_factor must lie in [0, 1), got {self.label_smoothing}.")
         if not (self.mixup_alpha or self.cutmix_alpha):
             self.mixup_prob = 0.0
         self.class_weights: Tensor | None = None

@@ -65,33 +65,6 @@ class ModelArguments(Options):
     )
 
 
-# These may differ from a starting model's. Its weights decide all other fields.
-FREE_FIELDS = {
-    "model", "image_size", "initializer_range", "patch_initializer_range", "hidden_dropout_prob",
-    "attention_probs_dropout_prob", "drop_path_rate", "attn_implementation",
-}  # fmt: skip
-ARCHITECTURE = {field.name for field in fields(ModelArguments)} - FREE_FIELDS
-# What a recipe sets for its own model, and not for the one that a flag names.
-RECIPE_MODEL = ARCHITECTURE | {
-    "image_size", "initial_image_size", "initial_image_size_fraction", "whiten_patches", "local_attention",
-}  # fmt: skip
-
-
-# What a recipe sets to suit its value of another flag. If the command line changes that flag, it is left out.
-BELONGS_TO = {
-    "learning_rate": {"muon_learning_rate"},
-    "lr_scheduler_type": {"lr_scheduler_kwargs"},
-    "muon": {"muon_learning_rate", "muon_beta2"},
-    "position_embedding_type": {"local_attention"},
-    "qkv_bias": {"local_attention"},
-    "qk_norm": {"local_attention"},
-    "model": {
-        "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-        "initial_image_size", "initial_image_size_fraction",
-    },
-}  # fmt: skip
-
-
 def is_starting_model(model: str | None) -> bool:
     """Return whether `--model` names a trained model, and not a size such as S/16."""
     return model is not None and not VARIANT_NAME.fullmatch(model)
@@ -171,14 +144,10 @@ class ViTTrainingArguments(TrainingArguments):
         for name, (value, reason) in FIXED.items():
             if getattr(self, name) != value:
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
-        if self.eval_tta not in (None, "flip"):
-            raise UserError(f"eval_tta must be flip, or left out; got {self.eval_tta!r}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("mae"):
             self.greater_is_better = False
-        if self.freeze_layers not in (None, "all") and not str(self.freeze_layers).isdecimal():
-            raise UserError(f"freeze_layers must be a number of layers or all, got {self.freeze_layers!r}.")
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
             self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss

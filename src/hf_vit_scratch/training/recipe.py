@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,22 +15,37 @@ from transformers import HfArgumentParser
 
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
-from .arguments import (
-    ARCHITECTURE,
-    ARGUMENT_TYPES,
-    BELONGS_TO,
-    DEFAULTS,
-    RECIPE_MODEL,
-    Arguments,
-    ModelArguments,
-    is_starting_model,
-)
+from .arguments import ARGUMENT_TYPES, DEFAULTS, Arguments, ModelArguments, is_starting_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = "recipe.yaml"
 FACTS = "_run.json"  # a name that begins with "_" is never pushed
 
 Origin = Literal["recipe", "flag", "images", "machine"]
+
+# These may differ from a starting model's. Its weights decide all other fields.
+FREE_FIELDS = {
+    "model", "image_size", "initializer_range", "patch_initializer_range", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "drop_path_rate", "attn_implementation",
+}  # fmt: skip
+ARCHITECTURE = {field.name for field in fields(ModelArguments)} - FREE_FIELDS
+# What a recipe sets for its own model, and not for the one that a flag names.
+RECIPE_MODEL = ARCHITECTURE | {
+    "image_size", "initial_image_size", "initial_image_size_fraction", "whiten_patches", "local_attention",
+}  # fmt: skip
+# What a recipe sets to suit its value of another flag. If the command line changes that flag, it is left out.
+BELONGS_TO = {
+    "learning_rate": {"muon_learning_rate"},
+    "lr_scheduler_type": {"lr_scheduler_kwargs"},
+    "muon": {"muon_learning_rate", "muon_beta2"},
+    "position_embedding_type": {"local_attention"},
+    "qkv_bias": {"local_attention"},
+    "qk_norm": {"local_attention"},
+    "model": {
+        "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "initial_image_size", "initial_image_size_fraction",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,6 +138,8 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     values = _explicit(parser, names, recipe_argv, str(recipe_path))
+    if "max_train_minutes" in values and flags.get("max_train_minutes", 0) is None:
+        flags["max_train_minutes"] = math.inf  # the recipe's schedule counts in parts of the time
     without = DEFAULTS | ViTScratchConfig().to_dict() | values
     changed = [name for name, value in flags.items() if value not in (None, without.get(name))]
     replaced = set().union(*(BELONGS_TO.get(name, ()) for name in changed))
