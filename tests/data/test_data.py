@@ -257,6 +257,15 @@ def test_splits_of_unknown_names_are_not_taken_for_classes(tmp_path, photographs
         load_splits(str(tmp_path))
 
 
+def test_test_images_beside_class_folders_are_no_class(tmp_path, photographs):
+    for folder in ("cat", "dog", "test/cat", "test/dog"):
+        (tmp_path / folder).mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
+
+    with pytest.raises(UserError, match=r"test holds folders .* no folder train\. If it is a split, move the classes"):
+        load_splits(str(tmp_path))
+
+
 def test_splits_without_a_train_folder_are_refused(tmp_path, photographs):
     for folder in ("val/cat", "val/dog", "test/cat", "test/dog"):
         (tmp_path / folder).mkdir(parents=True)
@@ -489,7 +498,7 @@ def test_grey_values_that_would_become_white_or_black_are_refused(mode, highest)
     values = np.linspace(0, highest, 600).reshape(20, 30)
     image = Image.fromarray(values.astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]))
     assert image.mode == mode
-    with pytest.raises(UserError, match=rf"grey values go from 0 to {highest:g} instead of 255: save it with 8 bits"):
+    with pytest.raises(UserError, match=rf"grey values go from 0 to {highest:g}, not from 0 to 255: save it"):
         decode_image(encode(image, "TIFF"), "an image")
 
 
@@ -502,8 +511,16 @@ def test_sixteen_bits_of_the_other_order_are_read_too(highest):  # as ImageJ wri
     if highest == 255:
         assert decode_image(encoded, "an image").getpixel((0, 0)) == (255, 255, 255)
     else:
-        with pytest.raises(UserError, match=r"from 4095 to 4095 instead of 255: save it with 8 bits"):
+        with pytest.raises(UserError, match=r"from 4095 to 4095, not from 0 to 255: save it with 8 bits"):
             decode_image(encoded, "an image")
+
+
+@pytest.mark.parametrize(
+    "values", [np.int32([[-1000, 200]]), np.float32([[-1, 0]]), np.full((1, 2), np.nan, np.float32)]
+)
+def test_values_that_would_become_black_are_refused(values):  # those of a CT scan, for example
+    with pytest.raises(UserError, match=r"grey values go from .*, not from 0 to 255: save it with 8 bits"):
+        decode_image(encode(Image.fromarray(values), "TIFF"), "an image")
 
 
 def test_black_image_of_floats_is_black():

@@ -286,7 +286,18 @@ def test_class_without_a_test_image_is_named(tmp_path, caplog):
 
 def test_one_group_cannot_be_cut(class_folders):
     with pytest.raises(UserError, match=r"none of the 1 groups of images is small enough to be cut"):
-        load_splits(str(class_folders), group_by="photos")
+        load_splits(str(class_folders), group_by="/")
+
+
+def test_groups_do_not_depend_on_the_folders_above_the_data(tmp_path, monkeypatch):
+    names = [f"{'ab'[number % 2]}/p{number // 4}_{number}.png" for number in range(40)]
+    save(tmp_path / "disk7" / "photos", pictures_of(40), names)
+    monkeypatch.chdir(tmp_path / "disk7")
+
+    below, absolute = (load_splits(data, group_by=r"(\d+)") for data in ("photos", str(tmp_path / "disk7" / "photos")))
+
+    assert [rows["label"][:] for rows in below.values()] == [rows["label"][:] for rows in absolute.values()]
+    assert [len(rows) for rows in below.values()] == [32, 4, 4]
 
 
 def test_column_of_groups_is_not_needed_to_evaluate(tmp_path):

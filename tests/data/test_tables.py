@@ -45,6 +45,24 @@ def write_table(path, names=NAMES, **columns):
 # Tables
 
 
+@pytest.mark.parametrize(("train", "val"), [("12x", "12"), ("12", "12x")])
+def test_types_of_labels_may_differ_between_the_tables_of_splits(tmp_path, train, val):
+    for split, labels in (("train", train), ("val", val)):
+        names = [f"{label}_{number}.png" for label in labels for number in range(3)]
+        for shade, name in enumerate(names):
+            (tmp_path / split).mkdir(exist_ok=True)
+            Image.new("L", (4, 4), 10 * shade).save(tmp_path / split / name)
+        write_table(tmp_path / split / "metadata.csv", names, label=[name[0] for name in names])
+
+    if len(val) > len(train):
+        with pytest.raises(UserError, match="no image of train has the label 'x'"):
+            load_splits(str(tmp_path), near_duplicates="ignore")
+    else:
+        splits = load_splits(str(tmp_path), near_duplicates="ignore")
+        assert splits["train"].features["label"].names == ["1", "2", "x"]
+        assert splits["validation"]["label"][:] == [0, 0, 0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("cell", ["cat;{}", "cat; {} ;", '["cat";"{}"]'])
 def test_cell_of_a_table_holds_several_labels(folder, cell):
     table = write_table(folder / "tags.csv", tags=[cell.format(("day", "night")[n % 2]) for n in range(20)])

@@ -16,6 +16,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import vit_scratch
 from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.training.evaluate import load_rows
+from hf_vit_scratch.training.recipe import parse_recipe
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 SAME = ("test_accuracy", "test_top5_accuracy", "test_loss", "per_class", "confusion_matrix", "calibration", "labels")
@@ -292,3 +294,15 @@ def test_run_that_was_pushed_is_evaluated_without_the_hub(run, evaluate, tmp_pat
     monkeypatch.setattr(ViTTrainer, "init_hf_repo", lambda *args, **options: pytest.fail("the Hub is called"))
 
     assert evaluate(model=pushed)["test_accuracy"] == run[1]["test_accuracy"]
+
+
+def test_other_images_may_lie_in_folders_of_groups_as_those_of_the_run_do(tmp_path, photographs):
+    for name in ("cat/v0/0.png", "cat/v1/1.png", "dog/v0/2.png", "dog/v1/3.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True)
+        photographs[0].resize((8, 8)).save(tmp_path / "photos" / name)
+    (tmp_path / "recipe.yaml").write_text("group_by: 1")
+    args, recipe = parse_recipe([str(tmp_path / "recipe.yaml")])
+
+    _, rows = load_rows(args, recipe, None, str(tmp_path / "photos"), None)
+
+    assert rows["label"][:] == [0, 0, 1, 1]

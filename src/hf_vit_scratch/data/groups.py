@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 from itertools import combinations
 from pathlib import Path, PurePath
@@ -16,6 +17,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..errors import UserError
+from .images import local_path
 from .near_duplicates import find_near_duplicates
 from .options import DataArguments
 from .targets import label_names, targets_of
@@ -87,8 +89,10 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
         raise UserError(
             f"group_by must be a column, a number or a regular expression, got {by!r}: {error}."
         ) from error
-    names = []
+    names, root = list[str](), local_path(args.data)
+    above = os.path.abspath(root.parent if root.is_file() else root) + os.sep
     for path in paths_of(rows):
+        path = path if not (absolute := os.path.abspath(path)).startswith(above) else absolute[len(above) :]
         match = pattern.search(path) if level is None else None
         group = match and (match[1] if pattern.groups else match[0])
         if group is not None:

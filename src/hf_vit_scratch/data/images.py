@@ -113,14 +113,14 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
     decoded in a fraction of the time.
 
     Raises:
-        UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them to white.
+        UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them.
     """
     with open_image(row, name) as image:
         if image.mode[0] in "IF":  # one channel of values that RGB cannot hold: Pillow clips them at 255
             plain = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
             low, high = cast(tuple[float, float], plain.getextrema())
-            if high > 255 or (image.mode == "F" and 0 < high <= 1):
-                raise UserError(f"its grey values go from {low:g} to {high:g} instead of 255: save it with 8 bits")
+            if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):  # nor if they are no numbers
+                raise UserError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
         if enough is not None:
             image.draft(None, (enough, enough))  # without effect on other formats
         image = load_image(image)

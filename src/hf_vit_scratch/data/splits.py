@@ -9,7 +9,7 @@ import glob
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .targets import encode_labels, is_valid, label_names, problem_type, targets
 
 logger = logging.getLogger(__name__)
 
+FOLLOW = "If that is meant, give --follow_links true."
 SPLITS = "_splits.csv"  # names images, so it is never pushed
 
 # A path could be that of any file of this machine.
@@ -249,7 +250,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             return load_digits()
         source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
         if not args.follow_links:
-            _refuse_files_outside(root, source)
+            _refuse_files_outside([root], source, FOLLOW)
         if args.corrupt_images == "raise":
             _refuse_missing_files(data, source)
         return source
@@ -271,9 +272,10 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         reason = " ".join(str(error).split())
         raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
     if not streaming and not path.exists():
-        _refuse_own_files(data, source)
+        caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
+        _refuse_files_outside(caches, source, f"No image of {data} may do that: do not use it.")
     elif not streaming and not args.follow_links:
-        _refuse_files_outside(root, source)
+        _refuse_files_outside([root], source, FOLLOW)
     return source
 
 
@@ -336,7 +338,14 @@ def _check_class_folders(
     if files and not nested and all(file.parent.name not in names for file, _ in files):
         raise UserError(
             f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
-            "and test; if they are classes, put their images right into them."
+            "and test; if they are classes, put their images right into them, or give --group_by 1 if each of these "
+            "holds the images of one thing."
+        )
+    splits = {name for names in SPLIT_NAMES.values() for name in names}
+    if not nested and (wrong := [name for file, name in files if name.lower() in splits and file.parent.name != name]):
+        raise UserError(
+            f"{folder}: {wrong[0]} holds folders with images, but there is no folder train. If it is a split, move "
+            "the classes beside it into a folder train; if it is a class, put its images right into it."
         )
     if not files:
         found = "there are no images."
@@ -364,27 +373,16 @@ def _refuse_missing_files(data: str, source: DatasetDict) -> None:
         )
 
 
-def _refuse_files_outside(root: Path, source: DatasetDict) -> None:
-    """Refuse links, and paths in tables, that lead out of a folder, which somebody else may have made."""
+def _refuse_files_outside(folders: Sequence[str | Path], source: DatasetDict, advice: str) -> None:
+    """Refuse links, and paths in rows, that lead out of these folders: somebody else may have made them."""
     files = [Path(path) for rows in source.values() for path in image_paths(rows)]
-    inside, folders = root.resolve(), {file.parent for file in files}
+    inside, parents = [Path(folder).resolve() for folder in folders], {file.parent for file in files}
     # Few files are links, and to ask each where it is takes a minute for a million.
-    for path in [*sorted(folders), *(file for file in files if file.is_symlink())]:
-        if not (found := path.resolve()).is_relative_to(inside):
+    for path in [*sorted(parents), *(file for file in files if file.is_symlink())]:
+        found = path.resolve()
+        if not any(map(found.is_relative_to, inside)):
             leads = "lies" if path == found else f"leads to {found},"
-            raise UserError(f"{path} {leads} outside of {inside}. If that is meant, give --follow_links true.")
-
-
-def _refuse_own_files(data: str, source: DatasetDict) -> None:
-    """Refuse rows of a dataset on the Hub that name files of this machine as their images."""
-    roots = tuple(os.path.normpath(root) + os.sep for root in (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE))
-    for split, rows in source.items():
-        for path in image_paths(rows):
-            if not os.path.normpath(path).startswith(roots):
-                raise UserError(
-                    f"{data}: an image of {split} is the file {path} of this machine, which is none of the dataset's. "
-                    "Do not use this dataset."
-                )
+            raise UserError(f"{path} {leads} outside of {inside[0]}. {advice}")
 
 
 def image_paths(rows: Dataset) -> Iterator[str]:

@@ -138,6 +138,10 @@ def encode_labels(
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
+    is_text = {_holds(rows.features[columns[0]], "string") for rows in source.values()}
+    if not is_list and len(is_text) > 1:  # in the table of one split, each name may be a whole number
+        table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
+        first = Value("string")
     if separator is not None and len(columns) == 1 and not is_list:
         if not _holds(first, "string"):
             raise UserError(f"{data}: label_separator is for texts, but {columns[0]!r} holds {first}. Leave it out.")

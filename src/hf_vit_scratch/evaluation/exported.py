@@ -41,9 +41,9 @@ def read_image(file: Any) -> np.ndarray:
     image: Image.Image = Image.open(file)
     if image.mode[0] in "IF":  # one channel of values that RGB cannot hold
         plain: Any = image if image.mode in ("I", "F") else image.convert("I")
-        high = plain.getextrema()[1]
-        if high > 255 or (image.mode == "F" and 0 < high <= 1):
-            raise ValueError(f"its grey values go up to {high:g} instead of 255: save it with 8 bits")
+        low, high = plain.getextrema()
+        if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):
+            raise ValueError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
     image = ImageOps.exif_transpose(image).convert("RGB")
     if "transparency" in image.info:  # a color of a palette, which image processors show as white
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")

@@ -125,7 +125,8 @@ def load_rows(
     if data is not None and absolute(data) != absolute(own):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
-        rows = load_split(DataArguments(**flags | {"data": data, "streaming": False}), split)
+        flags |= {"data": data, "streaming": False, "group_by": args.data.group_by}
+        rows = load_split(DataArguments(**flags), split)
         if number := 0 if run is None else count_learnt(run, rows):
             logger.warning(
                 "%s: %d of the %d images are of those that %s was trained on, by name and size. Its accuracy on them "
