@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from helpers import TINY, randomize_
 from PIL import Image
-from transformers import ViTImageProcessor, ViTMAEConfig, ViTMAEModel, pipeline
+from transformers import ResNetConfig, ResNetModel, ViTImageProcessor, ViTMAEConfig, ViTMAEModel, pipeline
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
@@ -46,6 +46,16 @@ def read(path):
             return arrays["image"].tolist(), arrays["embedding"]
     table = pyarrow.parquet.read_table(path).to_pydict()
     return table["image"], np.array(table["embedding"])
+
+
+def test_map_of_one_place_is_a_vector(photos, tmp_path):
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    ResNetModel(config).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 32, "width": 32}, do_convert_rgb=True).save_pretrained(tmp_path / "model")
+
+    vit_scratch.main(["embed", str(tmp_path / "model"), str(photos), "--output", str(tmp_path / "vectors.npz")])
+
+    assert read(tmp_path / "vectors.npz")[1].shape == (3, 8)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".npz", ".NPZ"])

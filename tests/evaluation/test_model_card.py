@@ -17,7 +17,7 @@ from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_numbers, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
-from hf_vit_scratch.evaluation.model_card import describe_machine, make_card
+from hf_vit_scratch.evaluation.model_card import describe_machine, make_card, results_of
 
 ROOT = Path(__file__).parents[2]
 LABELS = ["cat", "dog", "eel"]
@@ -221,7 +221,16 @@ def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin
     assert ("trained-from-scratch" in card.data.tags) == from_scratch
 
 
-@pytest.mark.parametrize("metrics", [None, '{"test_loss": 1.0}'], ids=["unfinished", "without labels"])
+def test_error_of_small_numbers_has_digits():
+    report = {"problem_type": "regression", "images": 100, "test_r2": 0.97, "test_mae": 0.000312345}
+    assert results_of([report])["test mean absolute error"] == "0.0003123"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [None, '{"test_loss": 1.0}', '{"problem_type": "regression"}'],
+    ids=["unfinished", "without labels", "of evaluate"],
+)
 def test_folder_without_a_finished_run_is_refused(metrics, tmp_path, capsys):
     if metrics:
         (tmp_path / "metrics.json").write_text(metrics)

@@ -332,7 +332,20 @@ def test_layers_are_measured_on_as_many_images_as_there_are(saved, mixed_images,
     assert measured == [(1, 1), (4, 9)]
 
 
+def test_threads_are_no_more_than_a_container_allows(saved, mixed_images, monkeypatch):
+    asked = []
+    monkeypatch.setattr(predict, "use_no_more_threads_than_cores", lambda: asked.append(True))
+    run(saved(), mixed_images / "7.jpg")
+    assert asked
+
+
 # Refusals
+
+
+def test_images_that_stay_of_different_sizes_are_refused_as_a_batch(saved, mixed_images, capsys):
+    model = saved()
+    ViTImageProcessor(do_resize=False, do_convert_rgb=True).save_pretrained(model)
+    assert "leaves images of different sizes. Give --batch_size 1." in error_of(capsys, model, mixed_images)
 
 
 def save_encoder(folder):

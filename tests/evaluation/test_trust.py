@@ -10,6 +10,7 @@ from scipy.special import softmax
 from sklearn.covariance import LedoitWolf
 from sklearn.metrics import log_loss
 
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.metrics import calibration
 from hf_vit_scratch.evaluation.trust import FILE, Trust, fit_temperature
 
@@ -164,6 +165,12 @@ def test_saved_one_is_loaded(tmp_path):
     assert torch.equal(loaded.whitening, trust.whitening)
     assert torch.equal(loaded.examples, trust.examples)
     assert (tmp_path / FILE).is_file()
+
+
+def test_damaged_one_is_named(tmp_path):
+    (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(UserError, match=r"trust\.safetensors is damaged\. Delete it, and no image is called unknown"):
+        Trust.load(str(tmp_path))
 
 
 def test_model_without_one_has_none(tmp_path):

@@ -245,7 +245,7 @@ def test_the_command_writes_every_picture_of_every_image(saved, tmp_path, photog
     files = [str(tmp_path / "photo.png"), str(tmp_path / "other.png")]
     assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out.split()
-    names = ["class_attention", "attention", "rollout", "position_similarity", "patch_filters"]
+    names = ["class_attention", "heads", "rollout", "position_similarity", "patch_filters"]
     assert printed == [str(output / f"{image}_{name}.png") for image in ("photo", "other") for name in names]
     for path in printed:
         assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn

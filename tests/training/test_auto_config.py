@@ -116,6 +116,26 @@ def test_last_batch_is_left_out_where_it_is_less_than_half_a_batch(number, flags
     assert fitted([(32, 32)] * number, *flags)[0]["dataloader_drop_last"] == dropped
 
 
+def test_resumed_run_leaves_out_no_other_images():
+    resumed, _ = fitted([(32, 32)] * 3_000, "--resume_from_checkpoint", "true")
+    assert not resumed["dataloader_drop_last"]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_speed_is_measured_in_the_precision_of_training(precision, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    monkeypatch.setattr(auto_config, "SECONDS", 0.0)
+    args, _ = parse_recipe([YOUR_IMAGES, "--image_size", "8", "--patch_size", "8", "--speed_choice", "plain"])
+    asked, autocast = [], torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda *given, **options: asked.append(given[1]) or autocast(*given, **options)
+    )
+
+    auto_config.measure_speed(model_config(args.model, ["a", "b"]), args)
+
+    assert asked[0] == {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
 def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
     alike, _ = fitted([(32, 32)] * 50)
     mixed, _ = fitted([(32, 32)] * 50 + [(48, 32)])
@@ -146,12 +166,23 @@ def test_regularization_grows_with_the_passes_that_will_be_made(flags, mixed, po
 
 @pytest.mark.parametrize(
     ("flags", "starts"),
-    [([], (0.125, 0.5)), (["--auto_augment", "randaugment"], (0.125, 0.0)), (["--cutmix_alpha", "1"], (0.0, 0.5))],
+    [
+        ([], (0.125, 0.5)),
+        (["--policy_start_fraction", "0.2"], (0.125, 0.2)),
+        (["--mixing_start_fraction", "0"], (0, 0.5)),
+    ],
 )
-def test_mixing_and_policy_begin_later_unless_they_are_set(flags, starts, monkeypatch):
+def test_mixing_and_policy_begin_later_unless_their_start_is_set(flags, starts, monkeypatch):
     chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", *flags)
 
     assert (chosen["mixing_start_fraction"], chosen["policy_start_fraction"]) == starts
+    assert (chosen["mixup_alpha"], chosen["cutmix_alpha"], chosen["auto_augment"]) == (0.8, 1.0, "trivialaugment")
+
+
+@pytest.mark.parametrize(("off", "other", "alpha"), [("cutmix", "mixup", 0.8), ("mixup", "cutmix", 1.0)])
+def test_one_kind_of_mixing_can_be_turned_off(off, other, alpha, monkeypatch):
+    chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", f"--{off}_alpha", "0")
+    assert (chosen[f"{off}_alpha"], chosen[f"{other}_alpha"]) == (0, alpha)
 
 
 @pytest.mark.parametrize(("number", "epochs", "share"), [(2000, 20, 0.1), (2000, 93, 0.1), (450, 600, 0.0625)])

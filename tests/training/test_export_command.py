@@ -81,7 +81,10 @@ def test_program_beside_the_export_names_what_it_cannot_read(onnx, tmp_path):
 
     assert done.returncode == 1, done.stderr
     wide, broken, good = map(json.loads, done.stdout.splitlines())
-    assert wide == {"image": files[0], "error": "its grey values go up to 3000 instead of 255: save it with 8 bits"}
+    assert wide == {
+        "image": files[0],
+        "error": "its grey values go from 3000 to 3000, not from 0 to 255: save it with 8 bits",
+    }
     assert "cannot identify image file" in broken["error"]
     assert len(good["predictions"]) == 5
 
@@ -130,6 +133,18 @@ def test_int8_is_calibrated_on_other_images_than_it_is_proven_on(run, monkeypatc
     assert asked == [None, "validation"]
     assert facts["test"]["largest_difference"] > 1e-5
     assert facts["export"]["accuracy"] == pytest.approx(facts["pipeline"]["accuracy"], abs=0.02)
+
+
+def test_int8_of_a_run_without_its_images_is_calibrated_on_the_data_that_is_given(class_folders, tmp_path, caplog):
+    short = ["--image_size", "16", "--max_steps", "1", "--eval_strategy", "no", "--output_dir", str(tmp_path / "run")]
+    train.main(["digits", *SMALL, "--data", str(class_folders), *short])
+    new = class_folders.rename(tmp_path / "new")
+    command = ["export", str(tmp_path / "run"), "--format", "onnx", "--int8"]
+
+    assert vit_scratch.main(command) == 2
+    assert vit_scratch.main([*command, "--data", str(new)]) == 0
+
+    assert f"The 8-bit integers are chosen by {new} instead." in caplog.text
 
 
 def test_export_that_answers_otherwise_fails_and_says_why(run, tmp_path, monkeypatch, capsys):

@@ -353,6 +353,15 @@ def test_rare_class_is_pointed_out_unless_something_is_done_about_it(rare, tmp_p
         assert (said in caplog.text) == (not flags)
 
 
+def test_check_does_not_advise_a_flag_that_is_given(rare, tmp_path, capsys, monkeypatch):
+    for name in ("_overfit", "_trial"):
+        monkeypatch.setattr(sanity_check, name, lambda trainer: [])
+    monkeypatch.setattr(sanity_check, "data_report", lambda trainer: None)
+    for number, flags in enumerate(([], ["--class_weighting", "balanced"], ["--balanced_sampling", "true"])):
+        run(rare, tmp_path / str(number), "--check", "true", *flags)
+        assert ("Try --class_weighting balanced" in capsys.readouterr().out) == (not flags)
+
+
 def test_flags_for_rare_classes_change_the_training(rare, tmp_path):
     short = ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
     for name, flags in {"a": [], "b": ["--class_weighting", "balanced"], "c": ["--balanced_sampling", "true"]}.items():

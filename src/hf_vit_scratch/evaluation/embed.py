@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     for result in name_broken(PROGRAM, results, len(paths)):
         if "error" not in result:
             names.append(os.fsencode(result["image"]).decode(errors="replace"))  # a name may not be UTF-8
-            vectors.append(result["pooler_output"].float().numpy())
+            vectors.append(result["pooler_output"].float().flatten().numpy())
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if suffix == ".npz":
         with args.output.open("wb") as file:  # to a name, NumPy would add .npz after .NPZ

@@ -154,7 +154,7 @@ def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any]
 def _read_report(run: Path) -> dict[str, Any]:
     path = run / "metrics.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "problem_type" not in report:
+    if "problem_type" not in report or not (run / "log.json").is_file():  # or of `evaluate`
         raise UserError(f"{run} holds no finished run of a classifier. Give the --output_dir of one.")
     return report
 
@@ -166,11 +166,12 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         values = [report[f"test_{name}"] for report in reports if f"test_{name}" in report]
         if not values:
             continue
-        scale, digits, unit = (100, 1, "%") if name.endswith("accuracy") else (1, 3, "")
+        scale, form, unit = (100, ".1f", "%") if name.endswith("accuracy") else (1, ".3f", "")
+        form = ".4g" if name == "mae" else form  # which has the size of the numbers
         mean = sum(values) / len(values)
-        text = f"{scale * mean:.{digits}f}{unit}"
+        text = f"{scale * mean:{form}}{unit}"
         if len(values) > 1:
-            text += f" ({', '.join(f'{scale * value:.{digits}f}' for value in values)} in {len(values)} runs)"
+            text += f" ({', '.join(f'{scale * value:{form}}' for value in values)} in {len(values)} runs)"
         if name in SHARES_OF_IMAGES:
             low, high = wilson_interval(mean, first["images"])
             text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"

@@ -41,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 from ..data.images import ADVICE, SUFFIXES, decode_image, find_image_files, local_path, warn_of_others
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
+from ..speed.hardware import use_no_more_threads_than_cores
 from ..speed.optimize import example_batch_for, optimize
 from .trust import UNKNOWN, Trust
 
@@ -60,6 +61,8 @@ def _prepare(
         else:  # one by one, because a photograph may have 24 megapixels
             results.append({"image": path})
             prepared.append(image_processor(images=image, return_tensors="pt").to(dtype))
+    if len({inputs[next(iter(inputs))].shape for inputs in prepared}) > 1:
+        raise UserError("The model's image processor leaves images of different sizes. Give --batch_size 1.")
     names = prepared[0] if prepared else ()
     return results, {name: torch.cat([inputs[name] for inputs in prepared]) for name in names}
 
@@ -101,6 +104,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
+    use_no_more_threads_than_cores()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     with blame_the_files(f"{model} cannot be loaded as an {kind}"):

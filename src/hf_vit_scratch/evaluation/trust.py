@@ -20,6 +20,7 @@ from scipy.stats import betabinom
 from torch import Tensor
 from transformers.utils import cached_file
 
+from ..errors import blame_the_files
 from .metrics import calibration
 
 FILE = "trust.safetensors"
@@ -164,6 +165,7 @@ class Trust:
         )
         if path is None:
             return None
-        with safe_open(path, "pt") as file:
+        damaged = f"{path} is damaged. Delete it, and no image is called unknown"
+        with blame_the_files(damaged), safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
             return cls(file.get_tensor("whitening"), file.get_tensor("examples"), **facts)

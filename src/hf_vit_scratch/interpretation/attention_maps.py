@@ -27,7 +27,7 @@ from transformers import ImageClassificationPipeline
 from ..data.images import decode_image, denormalize
 from ..errors import UserError
 from ..evaluation.figures import plain
-from ..evaluation.predict import classes_by_number, load_classifier, model_parser, refuse_other_models
+from ..evaluation.predict import classes_by_number, find_images, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
@@ -299,7 +299,7 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
     titles = [format_prediction(prediction, model.config.problem_type) for prediction in seen.predictions]
     return {
         "class_attention": draw_over_image(seen.pixels, dict(zip(titles, seen.class_attention, strict=False))),
-        "attention": draw_heads(maps, f"Attention: what {reader} takes from each patch"),
+        "heads": draw_heads(maps, f"Attention: what {reader} takes from each patch"),
         "rollout": draw_over_image(seen.pixels, {"attention rollout": seen.rollout}),
         "position_similarity": draw_position_similarity(position_similarity(model)),
         "patch_filters": draw_filters(patch_filters(model)),
@@ -312,13 +312,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files of different names")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
-    stems = [Path(file).stem for file in args.images]
+    files = find_images(args.images)
+    stems = [Path(file).stem for file in files]
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise UserError(
             f"Images must have different names, for their pictures are called after them; got two called "
             f"{twice[0]!r}. Give each an --output_dir of its own."
         )
-    images = [decode_image({"path": file, "bytes": None}, file) for file in args.images]
+    images = [decode_image({"path": file, "bytes": None}, file) for file in files]
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for stem, image in zip(stems, images, strict=True):

@@ -47,10 +47,10 @@ UNCHANGED_STEPS = 150  # the last ones, or a tenth of all if that is less: their
 
 
 def _choose(args: Arguments, recipe: Recipe, reason: str, **values: Any) -> None:
-    """Set fields that belong together, unless the recipe sets one of them."""
-    if not recipe.settings.keys() & values.keys():
-        set_fields(args, values)
-        recipe.add(values, "images", reason)
+    """Set the fields that the recipe does not set."""
+    values = {name: value for name, value in values.items() if name not in recipe.settings}
+    set_fields(args, values)
+    recipe.add(values, "images", reason)
 
 
 def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
@@ -97,7 +97,8 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     choose(f"about a quarter of {number} images, or less", per_device_train_batch_size=batch_size)
     images_at_once = training.train_batch_size * training.world_size
     rest = number % images_at_once
-    if 0 < rest < min(number, images_at_once / 2):
+    # A resumed run repeats what was chosen, also if its batch has shrunk since.
+    if 0 < rest < min(number, images_at_once / 2) and not training.resume_from_checkpoint:
         reason = (
             f"{rest} images, others in each pass, are left out: they would move the weights as far as a full batch"
         )
@@ -189,6 +190,9 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     """
     augmentation, training = args.augmentation, args.training
     device, batch_size, size = training.device, training.train_batch_size, config.image_height_width
+    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = precisions.get(training.mixed_precision)  # which may be accelerate's choice
+    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     first, share = augmentation.initial_image_size or size, augmentation.initial_image_size_fraction
     faster = 1 - share + share * math.prod(size) / (first[0] * first[-1])
     with torch.random.fork_rng():
@@ -200,11 +204,11 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
-        with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
+        with autocast:
             optimize(model, pixel_values, training=True, choice=training.speed_choice)
 
         def step() -> int:
-            with torch.autocast(device.type, torch.bfloat16, enabled=training.bf16):
+            with autocast:
                 loss = model(pixel_values, labels=labels).loss
             loss.backward()
             optimizer.step()

@@ -38,6 +38,8 @@ from ..evaluation.model_card import describe_machine, results_of
 from ..evaluation.predict import load_classifier, refuse_other_models
 from .evaluate import load_rows, open_run, parser_of_runs
 
+logger = logging.getLogger(__name__)
+
 MOST_IMAGES = 10_000  # of the proof
 CALIBRATION_IMAGES = 256
 LARGEST_SIDE = 512  # of the images of calibration and measurement, in pixels
@@ -67,10 +69,16 @@ def main(argv: Sequence[str]) -> None:
         rows = with_names(source, rows, labels, kind)
         return rows.shuffle(args.training.seed).select(range(min(len(rows), most)))
 
-    rows, calibration = sample(given.data, given.split, MOST_IMAGES), []
-    if given.int8:
-        data, split = (given.data, given.split) if run is None else (None, "validation")
-        calibration = [reduced(image)[None] for image in images_of(sample(data, split, CALIBRATION_IMAGES))]
+    chosen = rows = sample(given.data, given.split, MOST_IMAGES)
+    if given.int8 and run is not None:
+        try:
+            chosen = sample(None, "validation", CALIBRATION_IMAGES)
+        except UserError as error:
+            if given.data is None:
+                raise
+            logger.warning("%s The 8-bit integers are chosen by %s instead.", error, given.data)
+    number = min(len(chosen), CALIBRATION_IMAGES) if given.int8 else 0
+    calibration = [reduced(image)[None] for image in images_of(chosen.select(range(number)))]
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)  # the libraries tell of each step
     try:

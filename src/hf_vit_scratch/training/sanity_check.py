@@ -38,7 +38,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     seconds of real training. It uses up the model of the trainer.
     """
     listing = Path(trainer.args.output_dir) / LISTING
-    problems = [*_labels(splits), *_near_duplicates(listing), *_images(splits["train"], trainer)]
+    problems = [*_labels(splits, trainer), *_near_duplicates(listing), *_images(splits["train"], trainer)]
     untrained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     problems += _overfit(trainer)
     trainer.model.load_state_dict(untrained)
@@ -52,8 +52,8 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
     return not problems
 
 
-def _labels(splits: DatasetDict) -> list[str]:
-    problems = []
+def _labels(splits: DatasetDict, trainer: ViTTrainer) -> list[str]:
+    problems, mixing = [], cast(Any, trainer.train_dataset).batch_transform.mixing
     feature = splits["train"].features["label"]
     names = label_names(feature)
     for split, rows in splits.items():
@@ -69,7 +69,8 @@ def _labels(splits: DatasetDict) -> list[str]:
         print(f"Classes    {split}: {len(rows)} images of {len(names)} classes, {spread}")
         if split != "train":
             continue
-        if problem := joined_labels(rows) or imbalance(rows):
+        weighted = trainer.args.balanced_sampling or (mixing and mixing.class_weights is not None)
+        if problem := joined_labels(rows) or (None if weighted else imbalance(rows)):
             problems.append(problem)
         elif counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")

@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 from transformers import ImageClassificationPipeline
 
-from ...data.images import MAX_PIXELS, decode_image
+from ...data.images import ADVICE, MAX_PIXELS, decode_image
 from ...data.splits import load_digits
 from ...errors import UserError
 from ...evaluation.predict import load_classifier, model_parser
@@ -105,7 +105,7 @@ class Explorer:
         try:
             return self.show(inspect_image(self.classifier, open_upload(content or b"")), *fields)
         except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from error
+            raise gr.Error(str(error).removesuffix(ADVICE), print_exception=False) from error
 
     def select_patch(self, event: gr.EventData, image: ImageAttention | None, *fields: Any) -> tuple[Any, ...]:
         """Select the patch at a click and draw."""
