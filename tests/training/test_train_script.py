@@ -392,7 +392,7 @@ def test_mistake_ends_in_one_line_and_exit_code_2(tmp_path):
             r"^metric_for_best_model must be one of accuracy, top5_accuracy, balanced_accuracy, macro_f1, loss; got",
         ),
         (["--include_num_input_tokens_seen", "maybe"], r"[^.]\. Run python train\.py --help for the flags\.$"),
-        (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out; got 'crops'\."),
+        (["--eval_tta", "crops"], r"^eval_tta must be flip, or left out, got 'crops'\."),
         (["--num_train_epochs", "0"], r"^num_train_epochs must be a positive number, got 0"),
         (["--num_train_epochs", "inf"], r"^num_train_epochs must be a positive number, got inf"),
         (["--gradient_accumulation_steps", "0"], r"^gradient_accumulation_steps must be at least 1, got 0"),
