@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from matplotlib import font_manager, rcParams
 from matplotlib.figure import Figure
 from PIL import Image
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.evaluation.figures import plot_confusion, plot_images, plot_numbers, plot_reliability
+from hf_vit_scratch.evaluation.figures import new_figure, plot_confusion, plot_images, plot_numbers, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
 from hf_vit_scratch.evaluation.model_card import describe_machine, make_card, results_of
 
@@ -238,6 +239,16 @@ def test_folder_without_a_finished_run_is_refused(metrics, tmp_path, capsys):
     assert vit_scratch.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
 
     assert f"{tmp_path} holds no finished run of a classifier" in capsys.readouterr().err
+
+
+def test_font_with_eastern_characters_is_added_if_there_is_one(monkeypatch):
+    monkeypatch.setitem(rcParams, "font.family", ["serif"])
+    monkeypatch.setattr(font_manager, "get_font_names", lambda: ["DejaVu Sans", "Hiragino Sans"])
+
+    new_figure(1, 1)
+    new_figure(1, 1)
+
+    assert rcParams["font.family"] == ["serif", "Hiragino Sans"]
 
 
 def test_confusion_is_drawn_as_shares_of_the_true_class_by_row(tmp_path, monkeypatch):

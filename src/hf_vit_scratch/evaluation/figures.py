@@ -13,13 +13,18 @@ PANELS = (
     ("learning rate", ("learning_rate",)),
     ("images per second", ("images_per_second",)),
 )
+# With Chinese, Japanese and Korean characters, which matplotlib's own font lacks: on Linux, macOS and Windows.
+EASTERN_FONTS = ("Noto Sans CJK JP", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei", "Malgun Gothic")
 LINES = ("-", "--", ":", "-.", "-")  # metrics may be equal, and then hide each other
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of this size in inches; matplotlib is imported only when something is drawn."""
+    from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
+    missing = [font for font in EASTERN_FONTS if font not in rcParams["font.family"]]
+    rcParams["font.family"] += [font for font in missing if font in font_manager.get_font_names()]
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -30,7 +35,7 @@ def plain(text: str) -> str:
 
 def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot loss, accuracy, learning rate and throughput over the steps of a Trainer's log into a PNG file."""
-    figure = _new_figure(10, 6.5)
+    figure = new_figure(10, 6.5)
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for name, style in zip(names, LINES, strict=False):
             points = [(logs["step"], float(logs[name])) for logs in log_history if name in logs]
@@ -53,7 +58,7 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(max(4.5, 0.55 * len(labels) + 2), 20)
-    figure = _new_figure(side, side)
+    figure = new_figure(side, side)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true", title="% of each true class")
@@ -74,7 +79,7 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     Guo et al. 2017, https://arxiv.org/abs/1706.04599, figure 1. The bins and the expected calibration error are those
     of `metrics.detailed_report`.
     """
-    figure = _new_figure(5, 5)
+    figure = new_figure(5, 5)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="black", linestyle="--", label="perfectly calibrated")
     confidence, accuracy, images = (
@@ -101,7 +106,7 @@ def plot_report(report: dict[str, Any], confusion_matrix: Path, reliability: Pat
 def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path) -> None:
     """Plot predicted over true numbers, (N, L) each, into a PNG file, with a panel for each of the first six names."""
     names = names[:6]
-    figure = _new_figure(4 * len(names), 4)
+    figure = new_figure(4 * len(names), 4)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for axes, name, true, predicted in zip(panels, names, labels.T, predictions.T, strict=False):
         axes.scatter(true, predicted, s=8, alpha=0.5)
@@ -114,7 +119,7 @@ def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Pa
     """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
     columns = min(columns, len(images))
     lines = -(-len(images) // columns)
-    figure = _new_figure(max(3.0, 1.6 * columns), 2.05 * lines + 0.3)
+    figure = new_figure(max(3.0, 1.6 * columns), 2.05 * lines + 0.3)
     axes = figure.subplots()  # one for all images, as each takes as long to draw as twenty images
     for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
         shown = image.convert("RGB")

@@ -26,7 +26,7 @@ from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize
 from ..errors import UserError
-from ..evaluation.figures import plain
+from ..evaluation.figures import new_figure, plain
 from ..evaluation.predict import classes_by_number, find_images, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
@@ -222,7 +222,7 @@ def format_prediction(prediction: dict[str, Any], problem_type: str | None) -> s
 
 def _draw_grid(images: NDArray[Any], size: tuple[float, float], title: str, **colors: Any) -> tuple[Figure, Any, Any]:
     """Draw small images (lines, columns, height, width, ...) and return the figure, its axes and the last image."""
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     axes: Any = figure.subplots(*images.shape[:2], squeeze=False)
     for place in np.ndindex(*images.shape[:2]):
         shown = axes[place].imshow(images[place], **colors)
@@ -250,7 +250,7 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
     """Draw an image (height, width, C), and each map (rows, cols) over a grey copy, on its own color scale."""
     height, width = image.shape[:2]
     side = 2.4
-    figure = Figure(figsize=(side * (1 + len(maps)), side * height / width + 0.9), layout="constrained")
+    figure = new_figure(side * (1 + len(maps)), side * height / width + 0.9)
     first, *others = figure.subplots(1, 1 + len(maps))
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     first.imshow(image, cmap="gray", vmin=0, vmax=255)
