@@ -320,7 +320,7 @@ def test_exported_script_reads_the_grey_values_that_training_reads(mode, highest
         expected = np.array(decode_image(row, "grey"))
         np.testing.assert_array_equal(exported.read_image(tmp_path / "grey.tiff"), expected)
         return
-    with pytest.raises(ValueError, match=rf"its grey values go up to {highest:g} instead of 255"):
+    with pytest.raises(ValueError, match=rf"its grey values go from 0 to {highest:g}, not from 0 to 255"):
         exported.read_image(tmp_path / "grey.tiff")
     with pytest.raises(UserError, match=r"its grey values go from 0 to"):
         decode_image(row, "grey")

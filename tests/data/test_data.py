@@ -257,13 +257,14 @@ def test_splits_of_unknown_names_are_not_taken_for_classes(tmp_path, photographs
         load_splits(str(tmp_path))
 
 
-def test_test_images_beside_class_folders_are_no_class(tmp_path, photographs):
+@pytest.mark.parametrize("choices", [{}, {"group_by": "1"}], ids=str)
+def test_test_images_beside_class_folders_are_no_class(choices, tmp_path, photographs):
     for folder in ("cat", "dog", "test/cat", "test/dog"):
         (tmp_path / folder).mkdir(parents=True)
         photographs[0].resize((8, 8)).save(tmp_path / folder / "1.png")
 
-    with pytest.raises(UserError, match=r"test holds folders .* no folder train\. If it is a split, move the classes"):
-        load_splits(str(tmp_path))
+    with pytest.raises(UserError, match=r"test holds folders of classes, but there is no folder train"):
+        load_splits(str(tmp_path), **choices)
 
 
 def test_splits_without_a_train_folder_are_refused(tmp_path, photographs):

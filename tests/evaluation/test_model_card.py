@@ -223,8 +223,10 @@ def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin
 
 
 def test_error_of_small_numbers_has_digits():
-    report = {"problem_type": "regression", "images": 100, "test_r2": 0.97, "test_mae": 0.000312345}
-    assert results_of([report])["test mean absolute error"] == "0.0003123"
+    texts = [
+        results_of([{"problem_type": "regression", "images": 9, "test_mae": error}]) for error in (3.12345e-4, 12345)
+    ]
+    assert [text["test mean absolute error"] for text in texts] == ["0.0003123", "12345.000"]
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def test_reconstruction_is_drawn_where_the_patch_was_hidden(tmp_path, monkeypatc
 
 
 def test_predicted_numbers_are_drawn_over_the_true_ones(tmp_path, monkeypatch):
-    drawn, new_figure = [], figures._new_figure
-    monkeypatch.setattr(figures, "_new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    drawn, new_figure = [], figures.new_figure
+    monkeypatch.setattr(figures, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
     true, predicted = np.array([[1.0], [2.0], [3.0]]), np.array([[1.5], [2.5], [9.0]])
 
     figures.plot_numbers(true, predicted, ["age"], tmp_path / "picture.png")

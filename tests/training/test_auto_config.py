@@ -179,6 +179,18 @@ def test_mixing_and_policy_begin_later_unless_their_start_is_set(flags, starts, 
     assert (chosen["mixup_alpha"], chosen["cutmix_alpha"], chosen["auto_augment"]) == (0.8, 1.0, "trivialaugment")
 
 
+def test_what_is_turned_off_does_not_begin_later(monkeypatch):
+    flags = ["--mixup_alpha", "0", "--cutmix_alpha", "0", "--auto_augment", "none", "--random_erasing_prob", "0.2"]
+    chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", *flags)
+    assert (chosen["mixing_start_fraction"], chosen["policy_start_fraction"]) == (0, 0)
+
+
+@pytest.mark.parametrize("flags", [["--initial_image_size", "null"], ["--initial_image_size_fraction", "0"]], ids=str)
+def test_smaller_images_at_first_can_be_turned_off(flags):
+    chosen, _ = fitted([(64, 64)], *flags)
+    assert (chosen["initial_image_size"], chosen["initial_image_size_fraction"]) == (None, 0)
+
+
 @pytest.mark.parametrize(("off", "other", "alpha"), [("cutmix", "mixup", 0.8), ("mixup", "cutmix", 1.0)])
 def test_one_kind_of_mixing_can_be_turned_off(off, other, alpha, monkeypatch):
     chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", f"--{off}_alpha", "0")

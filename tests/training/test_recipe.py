@@ -172,10 +172,14 @@ def test_run_without_a_limit_can_be_repeated(parse, tmp_path):
 
 
 def test_recipe_without_its_limit_keeps_a_schedule_in_parts_of_the_time(parse):
-    (*_, training), _ = parse("max_train_minutes: 9", "--max_train_minutes", "null")
-    (*_, unlimited), _ = parse("seed: 1", "--max_train_minutes", "null")
+    schedule = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 0.5}"
+    null, other = "--max_train_minutes=null", ["--lr_scheduler_type", "linear"]
+    recipes = [f"max_train_minutes: 9\n{schedule}", schedule, "max_train_minutes: 9"]
 
-    assert (training.max_train_minutes, unlimited.max_train_minutes) == (float("inf"), None)
+    limits = [parse(recipe, null)[0].training.max_train_minutes for recipe in recipes]
+
+    assert limits == [float("inf"), None, None]
+    assert parse(recipes[0], null, *other)[0].training.max_train_minutes is None
 
 
 def test_digits_are_the_recipe_if_none_is_named():

@@ -90,9 +90,10 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
             f"group_by must be a column, a number or a regular expression, got {by!r}: {error}."
         ) from error
     names, root = list[str](), local_path(args.data)
-    above = os.path.abspath(root.parent if root.is_file() else root) + os.sep
+    root = root.parent if root.is_file() else root
     for path in paths_of(rows):
-        path = path if not (absolute := os.path.abspath(path)).startswith(above) else absolute[len(above) :]
+        for above in (root, root.absolute()):
+            path = path.removeprefix(f"{above}{os.sep}")
         match = pattern.search(path) if level is None else None
         group = match and (match[1] if pattern.groups else match[0])
         if group is not None:

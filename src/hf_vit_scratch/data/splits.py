@@ -273,7 +273,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
     if not streaming and not path.exists():
         caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
-        _refuse_files_outside(caches, source, f"No image of {data} may do that: do not use it.")
+        _refuse_files_outside(caches, source, f"{data} names a file that is none of its own: do not use it.")
     elif not streaming and not args.follow_links:
         _refuse_files_outside([root], source, FOLLOW)
     return source
@@ -338,13 +338,13 @@ def _check_class_folders(
     if files and not nested and all(file.parent.name not in names for file, _ in files):
         raise UserError(
             f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
-            "and test; if they are classes, put their images right into them, or give --group_by 1 if each of these "
-            "holds the images of one thing."
+            "and test; if they are classes, put their images right into them, or give --group_by 1 if each folder "
+            "inside them holds the images of one thing."
         )
-    splits = {name for names in SPLIT_NAMES.values() for name in names}
-    if not nested and (wrong := [name for file, name in files if name.lower() in splits and file.parent.name != name]):
+    splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
+    if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
         raise UserError(
-            f"{folder}: {wrong[0]} holds folders with images, but there is no folder train. If it is a split, move "
+            f"{folder}: {wrong[0]} holds folders of classes, but there is no folder train. If it is a split, move "
             "the classes beside it into a folder train; if it is a class, put its images right into it."
         )
     if not files:
@@ -377,7 +377,7 @@ def _refuse_files_outside(folders: Sequence[str | Path], source: DatasetDict, ad
     """Refuse links, and paths in rows, that lead out of these folders: somebody else may have made them."""
     files = [Path(path) for rows in source.values() for path in image_paths(rows)]
     inside, parents = [Path(folder).resolve() for folder in folders], {file.parent for file in files}
-    # Few files are links, and to ask each where it is takes a minute for a million.
+    # Of a folder, few files are links, and to ask each where it is takes a minute for a million.
     for path in [*sorted(parents), *(file for file in files if file.is_symlink())]:
         found = path.resolve()
         if not any(map(found.is_relative_to, inside)):

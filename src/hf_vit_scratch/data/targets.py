@@ -138,8 +138,8 @@ def encode_labels(
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
-    is_text = {_holds(rows.features[columns[0]], "string") for rows in source.values()}
-    if not is_list and len(is_text) > 1:  # in the table of one split, each name may be a whole number
+    kinds = [kind for kind in ("string", "int") if any(_holds(x.features[columns[0]], kind) for x in source.values())]
+    if not is_list and len(kinds) > 1:  # in the table of one split, each name may be a whole number
         table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
         first = Value("string")
     if separator is not None and len(columns) == 1 and not is_list:

@@ -24,7 +24,8 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
     missing = [font for font in EASTERN_FONTS if font not in rcParams["font.family"]]
-    rcParams["font.family"] += [font for font in missing if font in font_manager.get_font_names()]
+    installed = [font for font in missing if font in font_manager.get_font_names()]
+    rcParams["font.family"] = [*rcParams["font.family"], *installed]
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -167,7 +167,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         if not values:
             continue
         scale, form, unit = (100, ".1f", "%") if name.endswith("accuracy") else (1, ".3f", "")
-        form = ".4g" if name == "mae" else form  # which has the size of the numbers
+        form = ".4g" if name == "mae" and max(values) < 1000 else form  # an error has the size of the numbers
         mean = sum(values) / len(values)
         text = f"{scale * mean:{form}}{unit}"
         if len(values) > 1:

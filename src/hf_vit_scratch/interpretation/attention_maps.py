@@ -309,7 +309,7 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explain`."""
     parser = model_parser("vit-scratch explain", __doc__)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files of different names")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, and globs in quotes")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
     files = find_images(args.images)

@@ -91,7 +91,9 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         choose(reason, intermediate_size=4 * width)
         patch = ((model.patch_size or [1]) * 2)[:2]
         first = [max(length * 3 // 4 // side, 1) * side for length, side in zip(pixels, patch, strict=True)]
-        choose("smaller images are faster", initial_image_size=first, initial_image_size_fraction=0.6)
+        pair = {"initial_image_size": first, "initial_image_size_fraction": 0.6}
+        if all(recipe.settings[name].value for name in pair if name in recipe.settings):  # else they are turned off
+            choose("smaller images are faster", **pair)
 
     batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
     choose(f"about a quarter of {number} images, or less", per_device_train_batch_size=batch_size)
@@ -138,8 +140,10 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
-    policy = {"auto_augment": "trivialaugment", "policy_start_fraction": POLICY_START}
-    choose(f"{seen}; from {PASSES_FOR_POLICY} on, a policy", **(policy if changes else {"auto_augment": "none"}))
+    reason = f"{seen}; from {PASSES_FOR_POLICY} on, a policy"
+    choose(reason, auto_augment="trivialaugment" if changes else "none")
+    if changes and args.augmentation.auto_augment != "none":
+        choose(reason, policy_start_fraction=POLICY_START)
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(visited / images_per_step)
     unchanged = min(0.1, UNCHANGED_STEPS / steps)
@@ -148,11 +152,10 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     )
     if training.task == "image-classification" and config.problem_type != "regression":
         seen = f"{seen}; from {PASSES_TO_MIX} on, mixing"
-        if mixes:
-            choose(seen, mixup_alpha=0.8, cutmix_alpha=1.0, mixing_start_fraction=MIXING_START)
-        else:
-            choose(seen, mixup_alpha=0.0, cutmix_alpha=0.0)
+        choose(seen, mixup_alpha=0.8 if mixes else 0.0, cutmix_alpha=1.0 if mixes else 0.0)
         if args.mixing.mixup_alpha or args.mixing.cutmix_alpha:
+            if mixes:
+                choose(seen, mixing_start_fraction=MIXING_START)
             choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")

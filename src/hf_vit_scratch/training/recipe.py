@@ -138,13 +138,14 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
     # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
     values = _explicit(parser, names, recipe_argv, str(recipe_path))
-    if "max_train_minutes" in values and flags.get("max_train_minutes", 0) is None:
-        flags["max_train_minutes"] = math.inf  # the recipe's schedule counts in parts of the time
     without = DEFAULTS | ViTScratchConfig().to_dict() | values
     changed = [name for name, value in flags.items() if value not in (None, without.get(name))]
     replaced = set().union(*(BELONGS_TO.get(name, ()) for name in changed))
     replaced |= RECIPE_MODEL if is_starting_model(flags.get("model")) else set()
     recipe.left_out = [name for name in given if name in replaced and name not in flags]
+    by_time = values.get("max_train_minutes") and "lr_scheduler_kwargs" in values.keys() - flags - {*recipe.left_out}
+    if by_time and flags.get("max_train_minutes", 0) is None and not flags.get("streaming"):
+        flags["max_train_minutes"] = math.inf  # the recipe's schedule counts in parts of the time
     recipe.add({name: value for name, value in values.items() if name not in recipe.left_out}, "recipe")
     recipe.add(flags, "flag")
     with blame_the_user():  # TrainingArguments checks its values itself

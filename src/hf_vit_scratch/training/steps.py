@@ -381,7 +381,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         trainer.accelerator.end_training()
         number = trainer.graceful_stop.signal
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        last, how = describe_last_checkpoint(training.output_dir), ", by its launcher" * (training.world_size > 1)
+        last, how = describe_last_checkpoint(training.output_dir), " the same launcher and" * (training.world_size > 1)
         logger.info("Stopped by %s. %s. Continue with%s: %s --resume_from_checkpoint true", name, last, how, command)
         sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
