@@ -19,6 +19,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def main(argv: Sequence[str]) -> None:
     parser = parser_of_runs("export", usage, __doc__)
     parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
     parser.add_argument("--int8", action="store_true", help="compute in 8-bit integers, chosen by validation images")
-    parser.add_argument(
-        "--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT in a folder MODEL)"
-    )
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
     given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
     _refuse_options(given)
@@ -77,8 +76,7 @@ def main(argv: Sequence[str]) -> None:
             if given.data is None:
                 raise
             logger.warning("%s The 8-bit integers are chosen by %s instead.", error, given.data)
-    number = min(len(chosen), CALIBRATION_IMAGES) if given.int8 else 0
-    calibration = [reduced(image)[None] for image in images_of(chosen.select(range(number)))]
+    calibration = [reduced(image)[None] for image in islice(images_of(chosen), CALIBRATION_IMAGES * given.int8)]
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)  # the libraries tell of each step
     try:
