@@ -49,6 +49,7 @@ for line in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_installed_commands_work_without_a_checkout(wheel, tmp_path):
     work, environment = tmp_path / "empty", os.environ | {"PYTHONPATH": str(wheel[1])}
     work.mkdir()
@@ -84,6 +85,7 @@ def test_package_can_be_reloaded():
     importlib.reload(hf_vit_scratch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -135,6 +135,7 @@ def test_tags_that_are_given_to_the_trainer_are_in_the_card(digits, tmp_path):
     assert ModelCard.load(tmp_path / "README.md").data.tags == ["vision", "vit", "birds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compiled_model_is_one_graph_for_every_batch_and_equals_the_model(model, training):
     model.train(training)
@@ -178,6 +179,7 @@ def exported(tmp_path_factory):
     return exported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("shape", [(1, 3, 16, 24), (3, 3, 20, 32), (5, 3, 4, 8)], ids=str)
 def test_onnx_runtime_equals_the_model_at_other_batches_and_sizes(exported, style, shape):

@@ -94,6 +94,7 @@ def test_file_prepares_photographs_to_the_byte_as_the_image_processor_does(forma
         np.testing.assert_allclose(classify(image.numpy()), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx_file_of_every_kind_of_model_gives_the_scores_of_the_pipeline(kind, tmp_path):
     answering = classifier(**KINDS[kind])
@@ -108,6 +109,7 @@ def test_onnx_file_of_every_kind_of_model_gives_the_scores_of_the_pipeline(kind,
     assert np.ptp(theirs, axis=0).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["openvino", "pt2"])
 def test_other_formats_give_the_scores_of_the_pipeline(format, tmp_path):
     answering = classifier(processor(resample=3))
@@ -119,6 +121,7 @@ def test_other_formats_give_the_scores_of_the_pipeline(format, tmp_path):
     assert np.abs(ours - theirs).max() < 1e-3
 
 
+@pytest.mark.slow
 def test_8_bit_integers_are_smaller_and_near(tmp_path):
     answering = classifier(hidden_size=64, intermediate_size=256)
     calibration = [np.random.default_rng(n).integers(0, 256, (1, 30, 40, 3), dtype=np.uint8) for n in range(8)]

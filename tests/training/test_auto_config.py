@@ -125,7 +125,8 @@ def test_resumed_run_leaves_out_no_other_images():
 def test_speed_is_measured_in_the_precision_of_training(precision, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     monkeypatch.setattr(auto_config, "SECONDS", 0.0)
-    args, _ = parse_recipe([YOUR_IMAGES, "--image_size", "8", "--patch_size", "8", "--speed_choice", "plain"])
+    sizes = ["--image_size", "8", "--patch_size", "8", "--hidden_size", "48", "--num_hidden_layers", "1"]
+    args, _ = parse_recipe([YOUR_IMAGES, *sizes, "--speed_choice", "plain"])
     asked, autocast = [], torch.autocast
     monkeypatch.setattr(
         torch, "autocast", lambda *given, **options: asked.append(given[1]) or autocast(*given, **options)

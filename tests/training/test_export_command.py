@@ -125,6 +125,7 @@ def test_summary_gives_accuracy_as_the_report_does():
     ]
 
 
+@pytest.mark.slow
 def test_int8_is_calibrated_on_other_images_than_it_is_proven_on(run, monkeypatch):
     asked = []
     monkeypatch.setattr(export, "load_rows", lambda *arguments: asked.append(arguments[-1]) or load_rows(*arguments))
@@ -135,6 +136,7 @@ def test_int8_is_calibrated_on_other_images_than_it_is_proven_on(run, monkeypatc
     assert facts["export"]["accuracy"] == pytest.approx(facts["pipeline"]["accuracy"], abs=0.02)
 
 
+@pytest.mark.slow
 def test_int8_of_a_run_without_its_images_is_calibrated_on_the_data_that_is_given(class_folders, tmp_path, caplog):
     short = ["--image_size", "16", "--max_steps", "1", "--eval_strategy", "no", "--output_dir", str(tmp_path / "run")]
     train.main(["digits", *SMALL, "--data", str(class_folders), *short])

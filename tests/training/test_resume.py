@@ -24,6 +24,7 @@ from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_can_go_on(tmp_path):
     argv = [*SMALL, "--max_steps", "60", "--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1",
             "--load_best_model_at_end", "false", "--dataloader_num_workers", "2", "--ema_decay", "0.9",
