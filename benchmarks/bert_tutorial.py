@@ -10,8 +10,8 @@ This is the baseline. It is the set-up of a widely read tutorial:
 - Training: AdamW with a constant rate of 5e-4, batches of 192, float32. The rest is the default of the stock Trainer
   (no weight decay, gradients clipped at 1).
 
-`cifar10_bert_tutorial.yaml` is nearly the same set-up in this package. The splits equal those of `train.py`. The log
-is written to `log.json`.
+`cifar10_bert_tutorial.yaml` is nearly the same set-up in this package. The splits are those of the recipe. The log is
+written to `log.json`.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(args.seed)
-    splits = load_splits(args.data, seed=args.seed)
+    splits = load_splits(args.data, near_duplicates="ignore")
     trainer = Trainer(
         model=BertClassifier(splits["train"].features["label"].num_classes),
         args=TrainingArguments(
