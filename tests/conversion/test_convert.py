@@ -191,10 +191,9 @@ def test_timm_file(options, wrapping, tmp_path, capsys):
 
     assert convert(tmp_path / "theirs.pth", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
-    assert (
-        "assumed, as the file does not say it: square images, 4 attention heads, layer_norm_eps 1e-6, GELU"
-        in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assumed = "assumed, as the file does not say it: square images, 4 attention heads, layer_norm_eps 1e-6, GELU"
+    assert assumed in printed
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     pixel_values = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(ours(pixel_values).logits, theirs(pixel_values), rtol=0, atol=1e-3)
@@ -202,12 +201,13 @@ def test_timm_file(options, wrapping, tmp_path, capsys):
 
 @pytest.mark.parametrize("options", [{}, {"representation_size": 9}], ids=str)
 @torch.no_grad()
-def test_torchvision_file(options, tmp_path):
+def test_torchvision_file(options, tmp_path, capsys):
     theirs = tiny_torchvision(**options)
     save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
 
     assert convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
+    assert "torchvision resizes to more pixels and crops" in capsys.readouterr().out
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     pixel_values = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(ours(pixel_values).logits, theirs(pixel_values), rtol=0, atol=1e-3)

@@ -25,7 +25,7 @@ from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDatas
 from hf_vit_scratch.data.images import decode_image, size_and_mode
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler, Sample
-from hf_vit_scratch.data.splits import fingerprint, load_digits, load_splits
+from hf_vit_scratch.data.splits import find_split, fingerprint, load_digits, load_splits
 from hf_vit_scratch.data.transforms import SampleRNG
 from hf_vit_scratch.errors import UserError
 
@@ -171,8 +171,9 @@ def test_split_to_train_on_is_not_reported_on_too():
     assert not pictures[0] & pictures[2]
 
 
-def test_test_split_without_labels_is_not_used(tmp_path, photographs):
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+@pytest.mark.parametrize("labels", [ClassLabel(names=["temple", "flower"]), Value("int64")], ids=["names", "numbers"])
+def test_test_split_without_labels_is_not_used(labels, tmp_path, photographs):
+    features = Features({"image": ImageFeature(), "label": labels})
     for split, labels in (("train", [0, 1] * 10), ("test", [-1, -1])):
         images = (photographs * 10)[: len(labels)]
         write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", features, image=images, label=labels)
@@ -180,6 +181,40 @@ def test_test_split_without_labels_is_not_used(tmp_path, photographs):
     splits = load_splits(str(tmp_path), near_duplicates="ignore")
 
     assert min(splits["test"]["label"]) == 0
+
+
+def test_parquet_file_beside_class_folders_changes_nothing(class_folders):
+    (class_folders / "temple" / "deep").mkdir()
+    shutil.copy(class_folders / "temple" / "00.jpg", class_folders / "temple" / "deep")
+    before = load_splits(str(class_folders), near_duplicates="ignore")
+    Dataset.from_dict({"vector": [[0.0, 1.0]]}).to_parquet(class_folders / "temple" / "vectors.parquet")
+
+    after = load_splits(str(class_folders), near_duplicates="ignore")
+
+    assert after["train"].features == before["train"].features
+    assert {split: rows["label"][:] for split, rows in after.items()} == {
+        split: rows["label"][:] for split, rows in before.items()
+    }
+
+
+def test_folder_that_cannot_be_read_is_no_empty_folder(class_folders, monkeypatch):
+    scandir = os.scandir
+
+    def refusing(path):  # root may read everything
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (class_folders / "temple" / "deep").mkdir()
+    monkeypatch.setattr(os, "scandir", refusing)
+
+    with pytest.raises(PermissionError, match=r"Permission denied: .*deep"):
+        load_splits(str(class_folders))
+
+
+def test_split_is_found_by_its_own_name_first():
+    assert find_split("data", "dev", {"validation": [], "dev": []}) == "dev"
+    assert find_split("data", "dev", {"validation": []}) == "validation"
 
 
 def test_test_split_with_one_label_missing_is_refused(tmp_path, photographs):

@@ -300,6 +300,19 @@ def test_groups_do_not_depend_on_the_folders_above_the_data(tmp_path, monkeypatc
     assert [len(rows) for rows in below.values()] == [32, 4, 4]
 
 
+def test_groups_of_a_table_are_found_below_it_however_its_path_is_written(tmp_path, monkeypatch):
+    names = [f"{'ab'[number % 2]}/p{number // 4}_{number}.png" for number in range(40)]
+    save(tmp_path / "photos", pictures_of(40), names)
+    lines = ["file_name,label", *(f"{name},{name[0]}" for name in names)]
+    (tmp_path / "photos" / "labels.csv").write_text("\n".join(lines))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+    splits = load_splits("../photos/labels.csv", group_by=r"^[ab]/p(\d+)")
+
+    assert [len(rows) for rows in splits.values()] == [32, 4, 4]
+
+
 def test_column_of_groups_is_not_needed_to_evaluate(tmp_path):
     save(tmp_path, pictures_of(4), [f"{number}.png" for number in range(4)])
     lines = [f"{number}.png,{'ab'[number % 2]},{number}" for number in range(4)]

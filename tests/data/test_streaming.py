@@ -356,6 +356,7 @@ def test_run_on_a_stream_is_resumed_with_the_same_bits(folder, tmp_path):
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["test_loss"] == pytest.approx(
         metrics["test_loss"]
     )
+    assert vit_scratch.main(["evaluate", str(whole), "--split", "train", "--output_dir", str(tmp_path / "no")]) == 2
 
 
 def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys):

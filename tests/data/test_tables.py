@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, Features, List
+from datasets import ClassLabel, Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -85,8 +87,71 @@ def test_labels_with_a_separator_are_no_decimal_commas(folder):
 def test_separator_beside_numbers_is_refused(folder):
     table = write_table(folder / "ages.csv", age=[n + 0.5 for n in range(20)])
 
-    with pytest.raises(UserError, match=r"label_separator is for texts, but 'age' holds Value\('float64'\)"):
+    with pytest.raises(
+        UserError, match=r"label_separator is for one column of texts, but 'age' holds Value\('float64'\)"
+    ):
         load_splits(str(table), label_column=["age"], label_separator=";")
+
+
+def test_names_of_class_folders_are_split_at_the_separator(photographs, tmp_path):
+    for name in ("red,car", "blue,car", "red,dress", "blue,dress"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            photographs[0].crop((0, number, 40, 40)).save(tmp_path / name / f"{name}{number}.png")
+
+    rows = load_splits(str(tmp_path), label_separator=",", near_duplicates="ignore")["train"]
+
+    assert rows.features["label"] == List(ClassLabel(names=["blue", "car", "dress", "red"]))
+    assert {tuple(sorted(label)) for label in rows["label"]} == {(1, 3), (0, 1), (2, 3), (0, 2)}
+
+
+def test_separator_beside_several_columns_is_refused(folder):
+    table = write_table(folder / "two.csv", a=[0, 1] * 10, b=[1, 0] * 10)
+    with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'a' holds Value"):
+        load_splits(str(table), label_column=["a", "b"], label_separator=";")
+
+
+@pytest.mark.parametrize("columns", [["image"], ["label", "label"], ["photo"]], ids=str)
+def test_label_columns_that_cannot_be_told_apart_are_refused(columns, photographs, tmp_path):
+    features = Features({"photo": ImageFeature(), "image": Value("string"), "label": Value("string")})
+    rows = {"photo": photographs * 10, "image": ["a", "b"] * 10, "label": ["a", "b"] * 10}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
+
+    with pytest.raises(UserError, match=r"the columns of labels must differ from each other and from that of the im"):
+        load_splits(str(tmp_path), label_column=columns)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_images_that_another_program_wrote_into_parquet_are_found(as_file, photographs, tmp_path):
+    images = []
+    for number in range(20):
+        photographs[number % 2].crop((number, 0, 40 + number, 40)).save(tmp_path / "one.png")
+        images.append({"bytes": (tmp_path / "one.png").read_bytes(), "path": None})
+    (tmp_path / "one.png").unlink()
+    pq.write_table(pa.table({"image": images, "label": ["a", "b"] * 10}), tmp_path / "bare.parquet")
+
+    rows = load_splits(str(tmp_path / "bare.parquet" if as_file else tmp_path), near_duplicates="ignore")["train"]
+
+    assert rows.features["image"] == ImageFeature()
+    assert rows[0]["image"].size == (40, 40)
+
+
+def test_parquet_without_images_is_refused(tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column holds images, so none can be chosen"):
+        load_splits(str(tmp_path))
+
+
+def test_parquet_file_with_an_unknown_type_is_refused(tmp_path):
+    column = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"image": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: it must be a folder of class folders or of parquet files"):
+        load_splits(str(tmp_path / "a.parquet"))
+
+
+def test_empty_separator_is_refused():
+    with pytest.raises(UserError, match=r"label_separator must not be empty, got ''"):
+        load_splits("digits", label_separator="")
 
 
 @pytest.mark.parametrize("names", [["cat;day", "cat;night", "dog;day", "dog;night"], ["cat;dog", "day;night"]])

@@ -563,6 +563,7 @@ def test_space_holds_all_it_needs_and_runs(tmp_path, capsys):
     saved = {path.name for path in (space / "models" / "pets").iterdir() if path.suffix != ".py"}
     assert saved == {"config.json", "model.safetensors", "preprocessor_config.json"}
     card = (space / "README.md").read_text()
+    assert card.startswith('---\ntitle: "pets"\n')
     assert re.search(
         r'^sdk: gradio\nsdk_version: \d+\.\d+\.\d+\npython_version: "3\.\d+"\napp_file: app.py\n', card, re.M
     )

@@ -67,7 +67,14 @@ def test_list_of_checksums_that_is_empty_verifies_nothing(make):
 
 @pytest.mark.parametrize(
     ("limit", "best", "kept"),
-    [(None, None, [4, 3, 2, 1]), (2, None, [4, 3]), (2, 1, [4, 1]), (1, None, [4]), (1, 1, [4, 1])],
+    [
+        (None, None, [4, 3, 2, 1]),
+        (-1, None, [4, 3, 2, 1]),
+        (2, None, [4, 3]),
+        (2, 1, [4, 1]),
+        (1, None, [4]),
+        (1, 1, [4, 1]),
+    ],
 )
 def test_old_checkpoints_go_and_the_best_and_the_newest_stay(limit, best, kept, make, tmp_path):
     best_folder = None if best is None else tmp_path / f"checkpoint-{best}"

@@ -12,6 +12,7 @@ from test_train_script import SMALL, train
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
 from hf_vit_scratch.training import sanity_check
+from hf_vit_scratch.training.trainer import ViTTrainer
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,8 @@ def check(capsys, *argv):
     return passed, {line.split()[0]: line for line in lines if line[:1].isupper()}, "\n".join(lines)
 
 
-def test_digits_pass(capsys, tmp_path):
+def test_digits_pass(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanity_check, "TRIAL_SECONDS", 4.0)  # also on a busy machine the loss falls
     passed, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path), "--num_hidden_layers", "4")
 
     assert passed, printed
@@ -43,6 +45,12 @@ def test_digits_pass(capsys, tmp_path):
     # The folder of a check is no run that must not be overwritten.
     short = ["--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
     train.main([*SMALL, *short, "--output_dir", str(tmp_path)])
+
+
+def test_check_makes_no_repository(tmp_path, monkeypatch, without):
+    without("_overfit", "_trial")
+    monkeypatch.setattr(ViTTrainer, "init_hf_repo", lambda trainer: pytest.fail("the Hub is called"))
+    train.main([*SMALL, "--check", "true", "--push_to_hub", "true", "--output_dir", str(tmp_path)])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The Trainer's promises: what decays, what a resumed run restores, and what a loss counts for."""
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -264,13 +265,45 @@ def test_schedule_that_follows_a_metric_does_not_follow_the_clock(tmp_path):
     [("accuracy", None, "max"), ("loss", None, "min"), ("loss", {"mode": "max", "patience": 3}, "max")],
 )
 def test_rate_falls_when_the_metric_gets_no_better(metric, given, mode, tmp_path):
-    args = ViTTrainingArguments(
-        str(tmp_path),
-        lr_scheduler_type="reduce_lr_on_plateau",
-        metric_for_best_model=metric,
-        lr_scheduler_kwargs=given,
-    )
-    assert args.lr_scheduler_kwargs == {"mode": mode} | (given or {})
+    trainer = make_trainer(
+        tmp_path, lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model=metric, lr_scheduler_kwargs=given,
+        eval_strategy="epoch",
+    )  # fmt: skip
+    assert trainer.args.lr_scheduler_kwargs == {"mode": mode} | (given or {})
+
+
+def test_arguments_can_be_copied_with_a_change(tmp_path):
+    arguments = ViTTrainingArguments(str(tmp_path), learning_rate=0.5)
+    copy = dataclasses.replace(arguments, seed=7)
+    assert (copy.seed, copy.learning_rate, copy.debug) == (7, 0.5, [])
+
+
+def test_run_without_steps_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"max_steps must be at least 1, or -1 for none, got 0"):
+        ViTTrainingArguments(str(tmp_path), max_steps=0)
+
+
+def test_fsdp_that_saves_parts_of_a_model_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    plugin = SimpleNamespace(state_dict_type="StateDictType.SHARDED_STATE_DICT")
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(UserError, match=r"FSDP must save whole models, got .*SHARDED_STATE_DICT\. Set it to FULL_ST"):
+        trainer._refuse_with_fsdp()
+
+
+@pytest.mark.parametrize("name", ["ema_decay", "target_accuracy"])
+def test_what_fsdp_cannot_do_is_refused(name, tmp_path):
+    trainer = make_trainer(tmp_path, **{name: 0.9})
+    plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(UserError, match=rf"{name} does not work with FSDP yet"):
+        trainer._refuse_with_fsdp()
+
+
+def test_card_takes_the_words_of_the_stock_trainer(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.create_model_card(finetuned_from="x", tasks="image-classification", dataset="birds")
+    assert "It was not tested." in (tmp_path / "README.md").read_text()
 
 
 @STYLES
@@ -759,9 +792,10 @@ def test_average_that_would_keep_the_first_weights_is_warned_of(decay, steps, wa
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "reduce_lr_on_plateau"])
-def test_schedule_that_waits_for_progress_knows_that_accuracy_grows(schedule, tmp_path):
-    arguments = ViTTrainingArguments(output_dir=str(tmp_path), use_cpu=True, lr_scheduler_type=schedule)
-    assert arguments.lr_scheduler_kwargs["mode"] == "max"
+@pytest.mark.parametrize(("multi_label", "mode"), [(False, "max"), (True, "min")], ids=["accuracy", "loss alone"])
+def test_schedule_that_waits_for_progress_knows_what_is_better(multi_label, mode, schedule, tmp_path):
+    trainer = make_trainer(tmp_path, multi_label=multi_label, lr_scheduler_type=schedule, eval_strategy="epoch")
+    assert trainer.args.lr_scheduler_kwargs["mode"] == mode
 
 
 def test_learning_rate_reaches_zero_when_the_time_is_over(tmp_path, monkeypatch):
@@ -813,9 +847,12 @@ def test_layers_are_compiled_once_for_all_and_for_every_size_of_batch(drop_path_
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_training_goes_on_without_a_compiler(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("backend", ["inductor", None], ids=["given", "chosen"])
+def test_training_goes_on_without_a_compiler(backend, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     trainer = make_trainer(tmp_path, torch_compile=True)
+    trainer.args.torch_compile_backend = backend  # none where compiling was chosen after the flags were read
+    trainer.optimization = trainer.optimize_model("plain")
 
     trainer.train()
 

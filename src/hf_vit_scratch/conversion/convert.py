@@ -189,7 +189,9 @@ def _from_file(
         f"GELU, pooling {pooling!r}"
     )
     size = (ours.config.num_channels, *ours.config.image_height_width)
-    # torchvision prepares images for all of its weights so; timm's weights differ.
+    if table is TORCHVISION:
+        assumed += ". torchvision resizes to more pixels and crops, and by bicubic for SWAG weights; this does not"
+    # torchvision's mean and standard deviation, for all of its weights; timm's differ.
     prepared = {"input_size": size, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     return ours, assumed, prepared if table is TORCHVISION else {}
 

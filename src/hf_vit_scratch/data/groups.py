@@ -92,7 +92,7 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     names, root = list[str](), local_path(args.data)
     root = root.parent if root.is_file() else root
     for path in paths_of(rows):
-        for above in (root, root.absolute()):
+        for above in (root, os.path.abspath(root)):  # as in tables
             path = path.removeprefix(f"{above}{os.sep}")
         match = pattern.search(path) if level is None else None
         group = match and (match[1] if pattern.groups else match[0])

@@ -43,6 +43,11 @@ def local_path(name: str) -> Path:
     return Path(os.path.expanduser(name))  # `Path.expanduser` fails for other names that begin with ~
 
 
+def _refuse_unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # a split may lack the folder of a class
+        raise error  # `os.walk` would leave the folder out without a word
+
+
 def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], list[str]]:
     """Return the images in a folder, however deep, by their suffixes, and the paths of other files.
 
@@ -50,7 +55,7 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
     to each folder once (`"follow"`), or a `UserError` (`"refuse"`).
     """
     found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
-    for parent, folders, names in os.walk(folder, followlinks=folder_links == "follow"):
+    for parent, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards
             real = {os.path.realpath(Path(parent, name)): name for name in folders}

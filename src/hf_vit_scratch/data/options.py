@@ -27,6 +27,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("gradient_accumulation_steps", "randaugment_num_ops", "early_stopping_patience"), COUNT),
     "mixup_prob": PROBABILITY,
     "num_train_epochs": POSITIVE,
+    **dict.fromkeys(("data", "label_separator"), ("not be empty", bool)),
+    "max_steps": ("be at least 1, or -1 for none", lambda value: value == -1 or value >= 1),
     "max_train_minutes": ("be above 0", lambda value: value > 0),
     "rotation_degrees": ("lie in [0, 180]", lambda value: 0 <= value <= 180),
     "randaugment_magnitude": ("lie in [0, 30]", lambda value: 0 <= value <= 30),

@@ -28,7 +28,7 @@ from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import ADVICE, decode_image, find_image_files, local_path, map_images, warn_of_others
 from .options import DataArguments
-from .tables import SPLIT_NAMES, find_columns, find_tables, load_tables
+from .tables import SPLIT_NAMES, find_columns, find_tables, holds_images, load_tables
 from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def load_split(args: DataArguments, split: str | None) -> Dataset:
 
 def find_split(data: str, split: str, source: DatasetDict) -> str:
     """Return the name of a split in a source, which may call it `val` instead of `validation`, for example."""
-    names = next((names for names in SPLIT_NAMES.values() if split in names), (split,))
+    names = (split, *next((names for names in SPLIT_NAMES.values() if split in names), ()))
     if not (found := [name for name in names if name in source]):
         raise UserError(f"{data}: there is no split {split!r}, only {list(source)}. Choose one with --split.")
     return found[0]
@@ -238,8 +238,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
     root = path if path.is_dir() else path.parent
     folders = _folders_of_splits(root) if path.exists() else {}
     tables = find_tables(path, [root, *folders.values()] if labelled and path.is_dir() else [])
-    files_of_rows = (file for file in path.rglob("*.parquet") if file.name != "metadata.parquet")  # beside images
-    if data == "digits" or tables or (path.is_dir() and not any(files_of_rows)):
+    if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
         if streaming:
             raise UserError(
                 f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
@@ -276,7 +275,17 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
         _refuse_files_outside(caches, source, f"{data} names a file that is none of its own: do not use it.")
     elif not streaming and not args.follow_links:
         _refuse_files_outside([root], source, FOLLOW)
+    for name, feature in (next(iter(source.values())).features or {}).items():
+        if holds_images(feature):
+            source = source.cast_column(name, datasets.Image())
     return source
+
+
+def _holds_rows(folder: Path) -> bool:
+    """Return whether a folder has more parquet files, each with many images, than image files."""
+    images, others = find_image_files(folder)
+    tables = [file for file in others if file.endswith(".parquet") and os.path.basename(file) != "metadata.parquet"]
+    return len(tables) > len(images)
 
 
 def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:
@@ -339,7 +348,7 @@ def _check_class_folders(
         raise UserError(
             f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
             "and test; if they are classes, put their images right into them, or give --group_by 1 if each folder "
-            "inside them holds the images of one thing."
+            "inside them holds the images of one thing. To evaluate, give the folder of one split."
         )
     splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
     if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
@@ -427,6 +436,11 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
         named = [name for name in ("label", "labels") if name in features]
         labels = find_columns(args, "label", classes or named, features)
+    if image in labels or len({*labels}) < len(labels) or ("image" in labels and image != "image"):
+        raise UserError(
+            f"{data}: the columns of labels must differ from each other and from that of the images, and none may be "
+            f"called image; got {labels} beside {image!r}. Choose or rename them."
+        )
     if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
         source = source.cast_column(image, datasets.Image(decode=False))
     group = [] if args.group_by in (image, *labels) or args.group_by not in features else [args.group_by]

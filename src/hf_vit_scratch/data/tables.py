@@ -54,6 +54,11 @@ READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
 }
 
 
+def holds_images(feature: Any) -> bool:
+    """Return whether a column holds encoded images: of this type, or as other programs write them into parquet."""
+    return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and {*feature} == {"bytes", "path"})
+
+
 def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     """Return the table that a path is, or the files `metadata.*` in folders, as in image folders of the Hub.
 
@@ -62,10 +67,10 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     if not path.is_file():
         files = [folder / f"metadata{suffix}" for folder in dict.fromkeys(folders) for suffix in READERS]
         return [file for file in files if file.is_file()]
-    with suppress(ArrowException):  # loading it as data will say what is wrong
+    with suppress(ArrowException, ValueError):  # loading it as data will say what is wrong
         suffix = path.suffix.lower()
         features = Features.from_arrow_schema(parquet.read_schema(path)) if suffix == ".parquet" else {}
-        if suffix in READERS and not any(isinstance(one, datasets.Image) for one in features.values()):
+        if suffix in READERS and not any(map(holds_images, features.values())):
             return [path]
     return []
 
@@ -118,6 +123,8 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
     chosen = [chosen] if isinstance(chosen, str) else chosen or []
     if not chosen and len(found) != 1:
         problem = f"{' and '.join(found)} may hold the {what}s." if found else f"no column is called {what}."
+        if not possible:
+            raise UserError(f"{args.data}: no column holds images, so none can be chosen. Give a table of paths.")
         raise UserError(f"{args.data}: {problem} Choose one of {sorted(possible)} with --{what}_column.")
     if unknown := [name for name in chosen if name not in possible]:
         raise UserError(

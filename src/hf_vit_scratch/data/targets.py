@@ -129,22 +129,29 @@ def encode_labels(
     """
     features = [source[train].features[name] for name in columns]
     first = getattr(features[0], "feature", features[0])
-    if len(columns) == 1 and isinstance(first, ClassLabel):
+    if len(columns) == 1 and isinstance(first, ClassLabel) and separator is None:
         return source if columns == ["label"] else source.rename_column(columns[0], "label")
     if not isinstance(source, DatasetDict):
         raise UserError(
-            f"{data}: to stream, the column {columns[0]!r} must be of the type ClassLabel, which names the classes; "
-            f"it is {features[0]}. Leave --streaming out."
+            f"{data}: to stream, the column {columns[0]!r} must be of the type ClassLabel, which names the classes, "
+            f"without --label_separator; it is {features[0]}. Leave --streaming out."
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
+    for split, rows in table.items():
+        if split != train and all(row == (-1,) for row in rows):  # what has no label, as on the Hub
+            table[split] = [(None,)] * len(rows)
+    if isinstance(features[0], ClassLabel):  # whose names will be split
+        names, first = dict(enumerate(first.names)), Value("string")
+        table = {split: [(names.get(row[0]),) for row in rows] for split, rows in table.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
     kinds = [kind for kind in ("string", "int") if any(_holds(x.features[columns[0]], kind) for x in source.values())]
     if not is_list and len(kinds) > 1:  # in the table of one split, each name may be a whole number
         table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
         first = Value("string")
-    if separator is not None and len(columns) == 1 and not is_list:
-        if not _holds(first, "string"):
-            raise UserError(f"{data}: label_separator is for texts, but {columns[0]!r} holds {first}. Leave it out.")
+    if separator is not None:
+        if is_list or not _holds(first, "string"):
+            held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
+            raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
         table = {split: [(split_names(row[0] or "", separator),) for row in rows] for split, rows in table.items()}
         is_list = True
     lists: dict[str, list[Any]]

@@ -46,7 +46,8 @@ def report_on_test_split(
     is_masked = isinstance(test_dataset, MaskedImageDataset)
     report = write_report(outputs, None if is_masked else test_dataset.rows, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
-        draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
+        if not trainer.is_fsdp_enabled:  # this process alone has only a part of each weight
+            draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
     trainer.create_model_card()
     minutes = max(line.get("minutes", 0.0) for line in history)

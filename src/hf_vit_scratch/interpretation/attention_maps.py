@@ -319,11 +319,12 @@ def main(argv: list[str]) -> None:
             f"Images must have different names, for their pictures are called after them; got two called "
             f"{twice[0]!r}. Give each an --output_dir of its own."
         )
-    images = [decode_image({"path": file, "bytes": None}, file) for file in files]
+    for file in files:
+        decode_image({"path": file, "bytes": None}, file)  # names a broken one before anything is written
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for stem, image in zip(stems, images, strict=True):
-        for name, figure in draw_all(classifier, image).items():
+    for stem, file in zip(stems, files, strict=True):
+        for name, figure in draw_all(classifier, decode_image({"path": file, "bytes": None}, file)).items():
             path = args.output_dir / f"{stem}_{name}.png"
             figure.savefig(path, dpi=150)
             print(path)

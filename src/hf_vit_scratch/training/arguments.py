@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainingArguments
@@ -21,6 +21,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "prediction_loss_only": (False, "the report needs the answers"),
     "eval_do_concat_batches": (True, "the metrics are of all images together"),
     "label_names": (None, "they follow from the task"),
+    "enable_jit_checkpoint": (False, "SIGTERM saves a checkpoint anyway"),
     "debug": ("", "it cannot be written into a recipe"),
     "hub_token": (None, "it would be published with the run's command; use `hf auth login` or HF_TOKEN"),
     "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
@@ -142,7 +143,7 @@ class ViTTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
-            if getattr(self, name) != value:
+            if getattr(self, name) not in (value, []):  # what the stock class makes of `debug`, for a copy
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
@@ -164,9 +165,6 @@ class ViTTrainingArguments(TrainingArguments):
             self.use_cpu = True
             self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
-        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # which take less for better
-            mode = "max" if self.greater_is_better else "min"
-            self.lr_scheduler_kwargs = {"mode": mode, **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
 
     @property
     def n_gpu(self) -> int:

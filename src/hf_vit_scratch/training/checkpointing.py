@@ -81,7 +81,7 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
             with suppress(OSError):  # Windows allows links to administrators and developers only
                 aside.symlink_to(target.name)
                 os.replace(aside, folder.parent / link)
-    if limit:
+    if limit is not None and limit > 0:  # as in the stock Trainer
         complete = complete_checkpoints(folder.parent)
         others = [path for path in complete if path not in (folder, best)]
         number_kept = len(complete) - len(others)

@@ -137,7 +137,10 @@ def load_rows(
     splits = steps.load_data(args)
     if run is not None and not args.data.streaming:  # the images of a stream are not known
         steps.check_images(run, begun, splits)
-    return own, splits[find_split(own, split or "test", splits)]
+    rows = splits[find_split(own, split or "test", splits)]
+    if not isinstance(rows, Dataset):
+        raise UserError(f"{own}: --split {split} is a stream of unknown length. Choose another split.")
+    return own, rows
 
 
 # The names of a model's classes or numbers, what they are, and a function that evaluates rows.

@@ -178,6 +178,8 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         logger.warning(problem)
     if training.check:
         training.torch_compile = False  # it takes longer than the check
+    if training.check or training.data_report:
+        training.push_to_hub = False  # which would make a repository
     return config, start
 
 

@@ -170,8 +170,11 @@ class ViTTrainer(Trainer):
         default_metric = ViTTrainingArguments.metric_for_best_model
         if self.compute_metrics is None and self.args.metric_for_best_model == default_metric:  # only the loss
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
-        if self.args.ema_decay is not None and self.is_fsdp_enabled:
-            raise UserError("ema_decay does not work with FSDP yet. Leave it out, or train with DDP.")
+        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # which take less for better
+            mode = "max" if self.args.greater_is_better else "min"
+            self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
+        if self.is_fsdp_enabled:
+            self._refuse_with_fsdp()
         stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
         if stage is None and len(stages) > 1:
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
@@ -198,8 +201,6 @@ class ViTTrainer(Trainer):
             self.add_callback(_Printer())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(self.clock))
-        if self.is_fsdp_enabled:  # FSDP2 warns at each step of in-place changes, which we do not make
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
     # Training
 
@@ -247,6 +248,18 @@ class ViTTrainer(Trainer):
             raise KeyboardInterrupt
         return output
 
+    def _refuse_with_fsdp(self) -> None:
+        args, plugin = self.args, cast(Any, self.accelerator.state).fsdp_plugin
+        for name in ("ema_decay", "target_accuracy"):
+            if getattr(args, name) is not None:
+                raise UserError(f"{name} does not work with FSDP yet. Leave it out, or train with DDP.")
+        if "FULL_STATE_DICT" not in str(plugin.state_dict_type):  # the stock Trainer would save no model
+            raise UserError(
+                f"FSDP must save whole models, got fsdp_state_dict_type {plugin.state_dict_type}. Set it to "
+                "FULL_STATE_DICT, as accelerate_configs/fsdp2.yaml does."
+            )
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes, which we do not make
+
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
         model, args = self.model, self.args
@@ -255,7 +268,7 @@ class ViTTrainer(Trainer):
         compile_options: dict[str, Any] = {}
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
-            compile_options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+            compile_options = {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
         num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
         if args.max_steps <= 0:
             rows: Any = self.train_dataset or ()
@@ -467,11 +480,16 @@ class ViTTrainer(Trainer):
             self._finish_current_push()
 
     def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
-        self, *, license: str | None = None, model_name: str | None = None, tags: str | list[str] | None = None
+        self,
+        *,
+        license: str | None = None,
+        model_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **others: Any,
     ) -> None:
-        """Write our card instead of the stock Trainer's, which models of other classes keep."""
+        """Write our card, which needs no `others`, instead of the stock one, which models of other classes keep."""
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
-            super().create_model_card(license=license, model_name=model_name, tags=tags)
+            super().create_model_card(license=license, model_name=model_name, tags=tags, **others)
             return
         if not self.is_world_process_zero():
             return

@@ -8,7 +8,7 @@ what a patch or the vector of the whole image reads in each layer and head, roll
 among the first tokens. Click a patch to select it, or give its row and column.
 
 The page is served on this machine only and contacts no other. The attention in an image is computed once; clicks and
-sliders only draw. One image is computed at a time, and `QUEUE_SIZE` requests wait.
+sliders only draw. One image is computed at a time, and 256 requests wait at most.
 """
 
 import functools

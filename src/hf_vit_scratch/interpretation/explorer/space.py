@@ -1,6 +1,7 @@
 """The files of a Hugging Face Space that shows the explorer."""
 
 import importlib.metadata
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def write_space(classifier: ImageClassificationPipeline, name: str, space: Path)
     classifier.save_pretrained(space / "models" / name)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     card = Path(__file__).with_name("space_card.md").read_text(encoding="utf-8")
-    card = card.format(name=name, gradio=importlib.metadata.version("gradio"), python=python)
+    card = card.format(name=name, title=json.dumps(name), gradio=importlib.metadata.version("gradio"), python=python)
     # Gradio is installed in the version that the card names.
     requirements = [line for line in importlib.metadata.requires("hf-vit-scratch") or [] if "extra ==" not in line]
     (space / "app.py").write_text(APP.format(f"models/{name}"), encoding="utf-8")
