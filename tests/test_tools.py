@@ -1,6 +1,8 @@
 """The tools that people use next, each as docs/guides/tools.md shows it."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -292,6 +294,28 @@ def test_search_is_for_the_loss_by_default_and_leaves_whole_checkpoints(ema_deca
         assert damaged_files(tmp_path / folder / "checkpoint-4") == []
         saved = ViTScratchForImageClassification.from_pretrained(tmp_path / folder / "checkpoint-4")
         assert saved.config.hidden_size == 16
+
+
+def test_sigterm_ends_a_search(digits, tmp_path):
+    rates = []
+
+    class Stopper(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            rates.append(args.learning_rate)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = ViTTrainer(
+        model_init=lambda trial: ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10)),
+        args=arguments(tmp_path, max_steps=5), train_dataset=digits[0], eval_dataset=digits[1], callbacks=[Stopper()],
+    )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 3e-3])},
+            compute_objective=lambda metrics: metrics["eval_loss"], n_trials=2, backend="optuna",
+        )  # fmt: skip
+
+    assert len(rates) == 1
 
 
 def test_hyperparameters_are_searched_by_the_trainers_own_call(digits, tmp_path):

@@ -209,7 +209,8 @@ class ViTTrainer(Trainer):
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
-            KeyboardInterrupt: Ctrl-C was pressed; if `stopped` is true, a checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C was pressed, or a signal has ended a search of hyperparameters; if `stopped` is
+                true, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self.has_started = self.stopped = False
@@ -244,8 +245,8 @@ class ViTTrainer(Trainer):
             if self.ema is not None:
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
-        if self.stopped and self.graceful_stop.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+        if self.stopped and (self.graceful_stop.signal == signal.SIGINT or self.hp_search_backend is not None):
+            raise KeyboardInterrupt  # which ends a search, too: no later trial begins
         return output
 
     def _refuse_with_fsdp(self) -> None:
