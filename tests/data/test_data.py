@@ -208,8 +208,34 @@ def test_folder_that_cannot_be_read_is_no_empty_folder(class_folders, monkeypatc
     (class_folders / "temple" / "deep").mkdir()
     monkeypatch.setattr(os, "scandir", refusing)
 
-    with pytest.raises(PermissionError, match=r"Permission denied: .*deep"):
+    with pytest.raises(UserError, match=r"deep cannot be read: Permission denied\. Its images would be left out"):
         load_splits(str(class_folders))
+
+
+def test_figures_beside_parquet_files_change_nothing(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "train-0.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+    (tmp_path / "assets").mkdir()
+    for number in range(3):
+        photographs[0].save(tmp_path / "assets" / f"{number}.png")
+
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 2}
+
+
+def test_parquet_of_another_program_names_no_files_outside(photographs, tmp_path):
+    photographs[0].save(tmp_path / "secret.png")
+    rows = [{"bytes": None, "path": str(tmp_path / "secret.png")}] * 20
+    (tmp_path / "data").mkdir()
+    features = Features(
+        {"image": {"bytes": Value("binary"), "path": Value("string")}, "label": ClassLabel(names=["a", "b"])}
+    )
+    write_parquet(tmp_path / "data" / "a.parquet", features, image=rows, label=[0, 1] * 10)
+
+    with pytest.raises(UserError, match=r"lies outside of"):
+        load_splits(str(tmp_path / "data"))
 
 
 def test_split_is_found_by_its_own_name_first():

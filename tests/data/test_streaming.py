@@ -341,7 +341,7 @@ ARGV = [*SMALL, "--streaming", "true", "--per_device_train_batch_size", "8", "--
 RECIPE = "digits"
 
 
-def test_run_on_a_stream_is_resumed_with_the_same_bits(folder, tmp_path):
+def test_run_on_a_stream_is_resumed_with_the_same_bits(folder, tmp_path, capsys):
     argv = [RECIPE, "--data", str(folder), *ARGV, "--max_steps", "10"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     metrics = train.main([*argv, "--output_dir", str(whole)])
@@ -357,6 +357,7 @@ def test_run_on_a_stream_is_resumed_with_the_same_bits(folder, tmp_path):
         metrics["test_loss"]
     )
     assert vit_scratch.main(["evaluate", str(whole), "--split", "train", "--output_dir", str(tmp_path / "no")]) == 2
+    assert "--split train is a stream of unknown length" in capsys.readouterr().err
 
 
 def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys):

@@ -105,6 +105,38 @@ def test_names_of_class_folders_are_split_at_the_separator(photographs, tmp_path
     assert {tuple(sorted(label)) for label in rows["label"]} == {(1, 3), (0, 1), (2, 3), (0, 2)}
 
 
+def test_columns_of_two_classes_each_are_several_labels(photographs, tmp_path):
+    names = ClassLabel(names=["no", "yes"])
+    Dataset.from_dict(
+        {"image": photographs * 10, "a": [0, 1] * 10, "b": [1, 0] * 10},
+        features=Features({"image": ImageFeature(), "a": names, "b": names}),
+    ).to_parquet(tmp_path / "a.parquet")
+
+    rows = load_splits(str(tmp_path), label_column=["a", "b"], near_duplicates="ignore")["train"]
+
+    assert rows.features["label"] == List(ClassLabel(names=["a", "b"]))
+
+
+@pytest.mark.parametrize("separator", [None, ","])
+def test_unknown_class_is_no_label_with_a_separator_either(separator, photographs, tmp_path):
+    Dataset.from_dict(
+        {"image": photographs * 10, "label": [-1, 1] * 10},
+        features=Features({"image": ImageFeature(), "label": ClassLabel(names=["a,b", "b,c"])}),
+    ).to_parquet(tmp_path / "a.parquet")
+
+    with pytest.raises(UserError, match=r"10 rows of train have a label outside 0 to "):
+        load_splits(str(tmp_path), label_separator=separator, near_duplicates="ignore")
+
+
+def test_class_that_is_called_minus_one_is_a_class(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": Value("int64")})
+    for split, labels in (("train", [-1, 1] * 10), ("validation", [-1] * 4)):
+        rows = {"image": (photographs * 10)[: len(labels)], "label": labels}
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}-0.parquet")
+
+    assert load_splits(str(tmp_path), near_duplicates="ignore")["validation"]["label"][:] == [0] * 4
+
+
 def test_separator_beside_several_columns_is_refused(folder):
     table = write_table(folder / "two.csv", a=[0, 1] * 10, b=[1, 0] * 10)
     with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'a' holds Value"):

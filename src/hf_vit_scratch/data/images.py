@@ -45,17 +45,18 @@ def local_path(name: str) -> Path:
 
 def _refuse_unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # a split may lack the folder of a class
-        raise error  # `os.walk` would leave the folder out without a word
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}. Its images would be left out.") from error
 
 
 def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], list[str]]:
     """Return the images in a folder, however deep, by their suffixes, and the paths of other files.
 
     Files and folders whose name begins with a dot are in neither. Links to folders are left out (`"skip"`), followed
-    to each folder once (`"follow"`), or a `UserError` (`"refuse"`).
+    to each folder once (`"follow"`), or a `UserError` (`"refuse"`). The last two refuse a folder that cannot be read.
     """
     found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
-    for parent, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=folder_links == "follow"):
+    onerror = None if folder_links == "skip" else _refuse_unreadable
+    for parent, folders, names in os.walk(folder, onerror=onerror, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards
             real = {os.path.realpath(Path(parent, name)): name for name in folders}

@@ -28,7 +28,7 @@ from ..errors import UserError, blame_the_files
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
 from .images import ADVICE, decode_image, find_image_files, local_path, map_images, warn_of_others
 from .options import DataArguments
-from .tables import SPLIT_NAMES, find_columns, find_tables, holds_images, load_tables
+from .tables import SPLIT_NAMES, find_columns, find_tables, holds_images, load_tables, parquet_holds_images
 from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
 
 logger = logging.getLogger(__name__)
@@ -270,22 +270,23 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             hint = "it must be a folder of class folders or of parquet files, or a file .csv, .jsonl or .parquet."
         reason = " ".join(str(error).split())
         raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
+    features = next(iter(source.values())).features or {}
+    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        for name in (name for name, feature in features.items() if holds_images(feature)):
+            source = source.cast_column(name, datasets.Image())
     if not streaming and not path.exists():
         caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
         _refuse_files_outside(caches, source, f"{data} names a file that is none of its own: do not use it.")
     elif not streaming and not args.follow_links:
         _refuse_files_outside([root], source, FOLLOW)
-    for name, feature in (next(iter(source.values())).features or {}).items():
-        if holds_images(feature):
-            source = source.cast_column(name, datasets.Image())
     return source
 
 
 def _holds_rows(folder: Path) -> bool:
-    """Return whether a folder has more parquet files, each with many images, than image files."""
+    """Return whether a folder has parquet files with images in them, or parquet files alone."""
     images, others = find_image_files(folder)
     tables = [file for file in others if file.endswith(".parquet") and os.path.basename(file) != "metadata.parquet"]
-    return len(tables) > len(images)
+    return any(parquet_holds_images(Path(file)) for file in tables) or bool(tables and not images)
 
 
 def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:

@@ -56,7 +56,15 @@ READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
 
 def holds_images(feature: Any) -> bool:
     """Return whether a column holds encoded images: of this type, or as other programs write them into parquet."""
-    return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and {*feature} == {"bytes", "path"})
+    is_struct = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
+    return isinstance(feature, datasets.Image) or (is_struct and "binary" in getattr(feature["bytes"], "dtype", ""))
+
+
+def parquet_holds_images(file: Path) -> bool:
+    """Return whether a parquet file holds encoded images, or cannot be read: loading it says what is wrong."""
+    with suppress(ArrowException, ValueError):
+        return any(map(holds_images, Features.from_arrow_schema(parquet.read_schema(file)).values()))
+    return True
 
 
 def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
@@ -67,12 +75,9 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     if not path.is_file():
         files = [folder / f"metadata{suffix}" for folder in dict.fromkeys(folders) for suffix in READERS]
         return [file for file in files if file.is_file()]
-    with suppress(ArrowException, ValueError):  # loading it as data will say what is wrong
-        suffix = path.suffix.lower()
-        features = Features.from_arrow_schema(parquet.read_schema(path)) if suffix == ".parquet" else {}
-        if suffix in READERS and not any(map(holds_images, features.values())):
-            return [path]
-    return []
+    suffix = path.suffix.lower()
+    is_table = suffix in READERS and not (suffix == ".parquet" and parquet_holds_images(path))
+    return [path] if is_table else []
 
 
 def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments) -> DatasetDict:

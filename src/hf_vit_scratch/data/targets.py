@@ -138,9 +138,11 @@ def encode_labels(
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
     for split, rows in table.items():
-        if split != train and all(row == (-1,) for row in rows):  # what has no label, as on the Hub
+        is_whole = _holds(features[0], "int") and (-1,) not in table[train]
+        if is_whole and split != train and all(row == (-1,) for row in rows):  # what has no label, as on the Hub
             table[split] = [(None,)] * len(rows)
-    if isinstance(features[0], ClassLabel):  # whose names will be split
+    is_class = len(columns) == 1 and isinstance(first, ClassLabel)
+    if is_class:  # whose names will be split
         names, first = dict(enumerate(first.names)), Value("string")
         table = {split: [(names.get(row[0]),) for row in rows] for split, rows in table.items()}
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
@@ -152,7 +154,10 @@ def encode_labels(
         if is_list or not _holds(first, "string"):
             held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
-        table = {split: [(split_names(row[0] or "", separator),) for row in rows] for split, rows in table.items()}
+        table = {  # an empty cell has none of the labels, and an unknown class no label
+            split: [(None if is_class and row[0] is None else split_names(row[0] or "", separator),) for row in rows]
+            for split, rows in table.items()
+        }
         is_list = True
     lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):

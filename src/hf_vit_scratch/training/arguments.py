@@ -143,7 +143,8 @@ class ViTTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
-            if getattr(self, name) not in (value, []):  # what the stock class makes of `debug`, for a copy
+            given = getattr(self, name)
+            if given != value and (name, given) != ("debug", []):  # what the stock class makes of it, for a copy
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
