@@ -87,7 +87,7 @@ def test_step_stops_at_a_small_fault(run, monkeypatch, step, name):
 
     monkeypatch.setattr(reference, name, wrong)
 
-    with pytest.raises(AssertionError, match=r"."):
+    with pytest.raises(AssertionError):
         run(STEPS[step - 1])
 
 
