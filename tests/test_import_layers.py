@@ -47,3 +47,14 @@ def test_imports_within_a_room_have_no_cycle(room):
 def test_model_files_stand_alone():
     assert own_imports(Path("model/configuration_vit_scratch")) == set()
     assert own_imports(Path("model/modeling_vit_scratch")) == {Path("model/configuration_vit_scratch")}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_modules_and_functions_are_short(module):
+    text = (PACKAGE / module).with_suffix(".py").read_text()
+    assert len(text.splitlines()) <= 500 or module.name == "modeling_vit_scratch"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            described = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            assert node.end_lineno - node.lineno + 1 - described <= 60, node.name

@@ -283,21 +283,34 @@ def test_run_without_steps_is_refused(tmp_path):
         ViTTrainingArguments(str(tmp_path), max_steps=0)
 
 
-def test_fsdp_that_saves_parts_of_a_model_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path)
-    plugin = SimpleNamespace(state_dict_type="StateDictType.SHARDED_STATE_DICT")
-    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    with pytest.raises(UserError, match=r"FSDP must save whole models, got .*SHARDED_STATE_DICT\. Set it to FULL_ST"):
-        trainer._refuse_with_fsdp()
+@pytest.fixture
+def with_fsdp(monkeypatch):
+    """Let the stock Trainer believe that accelerate spreads the model, with this type of state dict."""
+    create = Trainer.create_accelerator_and_postprocess
+
+    def with_fsdp(state_dict_type):
+        def create_with_fsdp(self):
+            create(self)
+            self.is_fsdp_enabled = True
+            plugin = SimpleNamespace(state_dict_type=state_dict_type)
+            monkeypatch.setattr(type(self.accelerator.state), "fsdp_plugin", plugin, raising=False)
+
+        monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_with_fsdp)
+
+    return with_fsdp
+
+
+def test_fsdp_that_saves_parts_of_a_model_is_refused(with_fsdp, tmp_path):
+    with_fsdp("StateDictType.SHARDED_STATE_DICT")
+    with pytest.raises(UserError, match=r"fsdp_state_dict_type must be FULL_STATE_DICT, got .*SHARDED_STATE_DICT"):
+        make_trainer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ema_decay", "target_accuracy"])
-def test_what_fsdp_cannot_do_is_refused(name, tmp_path):
-    trainer = make_trainer(tmp_path, **{name: 0.9})
-    plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
-    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+def test_what_fsdp_cannot_do_is_refused(name, with_fsdp, tmp_path):
+    with_fsdp("StateDictType.FULL_STATE_DICT")
     with pytest.raises(UserError, match=rf"{name} does not work with FSDP yet"):
-        trainer._refuse_with_fsdp()
+        make_trainer(tmp_path, **{name: 0.9})
 
 
 def test_card_takes_the_words_of_the_stock_trainer(tmp_path):

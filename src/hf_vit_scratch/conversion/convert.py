@@ -190,7 +190,10 @@ def _from_file(
     )
     size = (ours.config.num_channels, *ours.config.image_height_width)
     if table is TORCHVISION:
-        assumed += ". torchvision resizes to more pixels and crops, and by bicubic for SWAG weights; this does not"
+        assumed += (
+            ". torchvision resizes to more pixels and crops, and interpolates bicubically for SWAG weights; the image "
+            "processor here does neither"
+        )
     # torchvision's mean and standard deviation, for all of its weights; timm's differ.
     prepared = {"input_size": size, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     return ours, assumed, prepared if table is TORCHVISION else {}

@@ -206,3 +206,15 @@ def refuse_beside(args: Arguments, what: str, *names: str) -> None:
             raise UserError(
                 f"--{name} does not go together with {what}. Leave one of them out; --{name} null undoes a recipe's."
             )
+
+
+def refuse_with_fsdp(args: ViTTrainingArguments, state_dict_type: str) -> None:
+    """Refuse what does not work while FSDP spreads a model, and checkpoints in parts: they would hold no model."""
+    for name in ("ema_decay", "target_accuracy"):
+        if getattr(args, name) is not None:
+            raise UserError(f"{name} does not work with FSDP yet. Leave it out, or train with DDP.")
+    if "FULL_STATE_DICT" not in state_dict_type:
+        raise UserError(
+            f"fsdp_state_dict_type must be FULL_STATE_DICT, got {state_dict_type}: otherwise no model is saved. Set "
+            "it in the configuration of accelerate, as accelerate_configs/fsdp2.yaml does."
+        )

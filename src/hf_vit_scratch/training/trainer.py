@@ -7,7 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from ..evaluation.model_card import make_card, make_short_card
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
 from ..speed.hardware import keep_freed_memory
 from ..speed.optimize import Optimization, example_batch_for, optimize
-from .arguments import ViTTrainingArguments
+from .arguments import ViTTrainingArguments, refuse_with_fsdp
 from .checkpointing import (
     delete_checkpoint,
     describe_last_checkpoint,
@@ -44,7 +44,7 @@ from .checkpointing import (
 )
 from .clock import Clock, ProgressByTime
 from .ema import EMA, save_trained_weights
-from .graceful_stop import GracefulStop
+from .graceful_stop import GracefulStop, PrinterIntoPipes
 from .loss_watch import LossWatch
 from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
 
@@ -129,14 +129,6 @@ class _Hooks(TrainerCallback):
             trainer.create_model_card()
 
 
-class _Printer(PrinterCallback):
-    """The stock printer, but a broken pipe is no error: Ctrl-C also ends `tee`, before the last checkpoint."""
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        with suppress(BrokenPipeError):
-            super().on_log(*args, **kwargs)
-
-
 class ViTTrainer(Trainer):
     """The stock `Trainer` with what the best recipes need, losses weighted by images, and exact resumption.
 
@@ -174,7 +166,8 @@ class ViTTrainer(Trainer):
             mode = "max" if self.args.greater_is_better else "min"
             self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
         if self.is_fsdp_enabled:
-            self._refuse_with_fsdp()
+            refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
         stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
         if stage is None and len(stages) > 1:
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
@@ -198,7 +191,7 @@ class ViTTrainer(Trainer):
         if self.args.early_stopping_patience is not None:
             self.add_callback(self.early_stopping)
         if self.pop_callback(PrinterCallback):
-            self.add_callback(_Printer())
+            self.add_callback(PrinterIntoPipes())
         if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
             self.add_callback(ProgressByTime(self.clock))
 
@@ -209,8 +202,7 @@ class ViTTrainer(Trainer):
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
-            KeyboardInterrupt: Ctrl-C was pressed, or a signal has ended a search of hyperparameters; if `stopped` is
-                true, a checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self.has_started = self.stopped = False
@@ -248,18 +240,6 @@ class ViTTrainer(Trainer):
         if self.stopped and (self.graceful_stop.signal == signal.SIGINT or self.hp_search_backend is not None):
             raise KeyboardInterrupt  # which ends a search, too: no later trial begins
         return output
-
-    def _refuse_with_fsdp(self) -> None:
-        args, plugin = self.args, cast(Any, self.accelerator.state).fsdp_plugin
-        for name in ("ema_decay", "target_accuracy"):
-            if getattr(args, name) is not None:
-                raise UserError(f"{name} does not work with FSDP yet. Leave it out, or train with DDP.")
-        if "FULL_STATE_DICT" not in str(plugin.state_dict_type):  # the stock Trainer would save no model
-            raise UserError(
-                f"FSDP must save whole models, got fsdp_state_dict_type {plugin.state_dict_type}. Set it to "
-                "FULL_STATE_DICT, as accelerate_configs/fsdp2.yaml does."
-            )
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes, which we do not make
 
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
