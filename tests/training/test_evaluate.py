@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from PIL import Image
@@ -15,6 +16,7 @@ from test_train_script import SMALL, train
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import vit_scratch
+from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.data.splits import load_digits
 from hf_vit_scratch.training.evaluate import load_rows
 from hf_vit_scratch.training.recipe import parse_recipe
@@ -145,8 +147,16 @@ def test_folder_called_digits_is_not_the_digits(evaluate, tmp_path, monkeypatch)
     assert np.sum(evaluate("--data", "./digits")["confusion_matrix"]) < 60
 
 
-def test_mirrored_views_are_reported_as_in_a_run(evaluate):
-    assert "test_flip_accuracy" in evaluate("--eval_tta", "flip")
+@torch.no_grad()
+def test_mirrored_views_are_reported_as_in_a_run(run, evaluate):
+    report = evaluate("--eval_tta", "flip", "--bf16", "false")
+
+    rows, model = load_digits()["test"], ViTScratchForImageClassification.from_pretrained(run[0])
+    images = [image.convert("RGB") for image in rows["image"]]
+    pixels = ViTImageProcessor.from_pretrained(run[0])(images, return_tensors="pt")["pixel_values"]
+    answers = (model(pixels).logits + model(pixels.flip(-1)).logits).argmax(dim=-1)
+    assert report["test_flip_accuracy"] == (answers == torch.tensor(rows["label"])).double().mean().item()
+    assert report["test_flip_accuracy"] != report["test_accuracy"] == run[1]["test_accuracy"]
 
 
 def test_run_whose_images_have_changed_is_refused(class_folders, tmp_path, capsys):

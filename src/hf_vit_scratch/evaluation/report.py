@@ -1,6 +1,8 @@
 """The files of a finished run: metrics, log, figures and the model card."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +12,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from scipy.special import expit
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
@@ -58,13 +60,16 @@ def report_on_test_split(
 
 def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
     """Return what `Trainer.predict` returns, with the metrics of the mirrored views if `eval_tta` asks for them."""
-    outputs = trainer.predict(dataset)
-    if trainer.args.eval_tta == "flip":
-        with mirrored_views(trainer.model):
-            mirrored = trainer.predict(dataset, metric_key_prefix="test_flip").metrics
-        if trainer.model.config.problem_type == "regression":
-            del mirrored["test_flip_loss"]  # it is that of the single view
-        outputs.metrics.update(mirrored)
+    if trainer.args.eval_tta != "flip":
+        return trainer.predict(dataset)
+    logits: list[Tensor] = []
+    with trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits)):
+        outputs = trainer.predict(dataset)
+    with mirrored_views(trainer.model, logits):
+        mirrored = trainer.predict(dataset, metric_key_prefix="test_flip").metrics
+    if trainer.model.config.problem_type == "regression":
+        del mirrored["test_flip_loss"]  # it is that of the mirror images alone
+    outputs.metrics.update(mirrored)
     return outputs
 
 
@@ -113,15 +118,23 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
     return "\n".join(lines)
 
 
-def mirrored_views(model: PreTrainedModel) -> RemovableHandle:
-    """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts."""
+@contextmanager
+def mirrored_views(model: PreTrainedModel, logits: Iterable[Tensor]) -> Iterator[None]:
+    """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts.
 
-    def average(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        mirrored = module.forward(*args, **kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)})
-        output.logits = (output.logits + mirrored.logits) / 2
+    It sees the mirror image alone. The logits of the images themselves are given, those of each call in its turn.
+    """
+    turns = iter(logits)
+
+    def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)}
+
+    def average(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        output.logits = (output.logits + next(turns)) / 2
         return output
 
-    return model.register_forward_hook(average, with_kwargs=True)
+    with model.register_forward_pre_hook(mirror, with_kwargs=True), model.register_forward_hook(average):
+        yield
 
 
 def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
