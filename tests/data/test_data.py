@@ -664,6 +664,14 @@ def test_batch_holds_bytes_of_decoded_images_and_their_keys(image_processor, pho
     assert dataset[4]["keys"].tolist() == [[0, 4]]
 
 
+def test_rows_are_counted_from_the_end_as_in_any_sequence(image_processor, photographs, kept):
+    dataset = make_dataset(image_processor, photographs, kept=kept)
+
+    assert dataset[-1]["keys"].tolist() == [[0, len(dataset) - 1]]
+    with pytest.raises(IndexError, match="out of range"):
+        dataset[len(dataset)]
+
+
 def test_evaluation_images_are_those_of_the_image_processor(image_processor, photographs, kept):
     batch = inputs(make_dataset(image_processor, photographs, kept=kept), 3, 5)
 

@@ -232,6 +232,28 @@ def test_name_without_an_image_is_refused(name, tree):
         find_images(["in", name])
 
 
+def test_folder_that_cannot_be_read_is_named(tmp_path, mixed_images, monkeypatch, caplog):
+    scandir = os.scandir
+
+    def refusing(path):  # root may read everything
+        if str(path) == str(mixed_images):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    monkeypatch.setattr(os, "scandir", refusing)
+
+    assert find_images([str(tmp_path)]) == [str(tmp_path / "one.png")]
+    assert caplog.messages == [f"{mixed_images} cannot be read: Permission denied. Its images are left out."]
+
+
+def test_table_is_written_into_the_home_folder(saved, mixed_images, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert run(saved(), mixed_images, "--output=~/table.csv") == 0
+    assert (tmp_path / "table.csv").is_file()
+
+
 def test_images_are_looked_for_before_the_model(tree, capsys):
     assert error_of(capsys, "no/such/model", "in/*.gif").startswith("in/*.gif: no image found")
 

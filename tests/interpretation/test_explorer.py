@@ -283,6 +283,10 @@ def test_missing_gradio_is_reported(tmp_path, monkeypatch, capsys):
     assert error_of(capsys, tmp_path) == 'The explorer needs Gradio: pip install -e ".[explorer]"'
 
 
+def test_port_that_no_machine_has_is_refused(capsys, tmp_path):
+    assert error_of(capsys, tmp_path, "--port", 70000) == "--port must be from 1 to 65535, got 70000."
+
+
 def test_mistakes_are_reported_in_a_line(tmp_path, capsys):
     model = save_model(tmp_path / "model")
 

@@ -222,6 +222,14 @@ def test_recipe_of_a_size_does_not_decide_for_a_trained_model_only(begin):
     assert recipe.values()["norm_first"] is True
 
 
+def test_model_may_lie_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    (model, *_), _ = parse_recipe(["your_images", "--model=~/vit"])
+
+    assert model.model == str(tmp_path / "vit")
+
+
 @pytest.mark.parametrize("name", ["no/such", "nothing", "S/x"])
 def test_model_that_is_nowhere_is_named(name, begin):
     with pytest.raises(UserError, match=rf"--model: {name} is .*A new model is named by its size, such as S/16 \(siz"):

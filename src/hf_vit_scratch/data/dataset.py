@@ -254,9 +254,10 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the batch of these rows, as a data loader asks for it."""
         if get_worker_info() is not None:  # the stock Trainer sets `worker_init_fn` itself
             set_up_worker_process()
-        samples = [item if isinstance(item, Sample) else Sample(epoch=0, stage=None, row=item) for item in items]
+        rows = range(len(self))  # which knows negative numbers, and those that are out of range
+        samples = [item if isinstance(item, Sample) else Sample(epoch=0, stage=None, row=rows[item]) for item in items]
         indices = [sample.row for sample in samples]
-        labels = self.labels[indices]  # the first to notice an index that is out of range
+        labels = self.labels[indices]
         keys = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.batch_transform.stages else None  # one for the whole batch
         if self._kept is not None:

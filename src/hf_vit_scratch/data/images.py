@@ -43,6 +43,10 @@ def local_path(name: str) -> Path:
     return Path(os.path.expanduser(name))  # `Path.expanduser` fails for other names that begin with ~
 
 
+def _warn_of_unreadable(error: OSError) -> None:
+    logger.warning("%s cannot be read: %s. Its images are left out.", error.filename, error.strerror)
+
+
 def _refuse_unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # a split may lack the folder of a class
         raise UserError(f"{error.filename} cannot be read: {error.strerror}. Its images would be left out.") from error
@@ -55,7 +59,7 @@ def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Pat
     to each folder once (`"follow"`), or a `UserError` (`"refuse"`). The last two refuse a folder that cannot be read.
     """
     found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
-    onerror = None if folder_links == "skip" else _refuse_unreadable
+    onerror = _warn_of_unreadable if folder_links == "skip" else _refuse_unreadable
     for parent, folders, names in os.walk(folder, onerror=onerror, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards

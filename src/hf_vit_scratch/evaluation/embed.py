@@ -10,13 +10,13 @@ image, or 2 if the command cannot be carried out.
 """
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 from pyarrow import parquet
 from transformers import AutoModel
 
+from ..data.images import local_path
 from ..errors import UserError
 from .predict import forward, load_pipeline, name_broken, parse
 
@@ -25,7 +25,7 @@ PROGRAM = "vit-scratch embed"
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch embed`; return the exit code."""
-    options = {"type": Path, "required": True, "metavar": "FILE", "help": "ends in .parquet or .npz"}
+    options = {"type": local_path, "required": True, "metavar": "FILE", "help": "ends in .parquet or .npz"}
     args, paths = parse(PROGRAM, __doc__, argv, output=options)
     suffix = args.output.suffix.lower()
     if suffix not in (".parquet", ".npz"):

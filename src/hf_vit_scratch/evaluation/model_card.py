@@ -20,6 +20,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..data.images import local_path
 from ..errors import UserError
 from ..model.configuration_vit_scratch import VARIANT_NAME, ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
@@ -227,8 +228,8 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="vit-scratch card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of finished runs")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write")
+    parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folders of finished runs")
+    parser.add_argument("--output", type=local_path, required=True, help="Markdown file to write")
     parser.add_argument("--name", help="name of the model (default: that of the first folder)")
     parser.add_argument("--data", help="description of the images, if they came from a local folder")
     parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0 (default: the run's)")

@@ -239,7 +239,7 @@ def name_broken(
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch predict`; return the exit code."""
-    output_options = {"type": Path, "metavar": "FILE", "help": "a table if it ends in .csv (default: screen)"}
+    output_options = {"type": local_path, "metavar": "FILE", "help": "a table if it ends in .csv (default: screen)"}
     top_k_options = {"type": int, "default": 5, "help": "classes per image, at most all (%(default)s)"}
     args, paths = parse(PROGRAM, __doc__, argv, output=output_options, top_k=top_k_options)
     classifier = load_classifier(args.model, args.device)

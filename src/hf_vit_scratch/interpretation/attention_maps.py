@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
-from ..data.images import decode_image, denormalize
+from ..data.images import decode_image, denormalize, local_path
 from ..errors import UserError
 from ..evaluation.figures import new_figure, plain
 from ..evaluation.predict import classes_by_number, find_images, load_classifier, model_parser, refuse_other_models
@@ -310,7 +310,7 @@ def main(argv: list[str]) -> None:
     """Run `vit-scratch explain`."""
     parser = model_parser("vit-scratch explain", __doc__)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, and globs in quotes")
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the PNG files")
+    parser.add_argument("--output_dir", type=local_path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
     files = find_images(args.images)
     stems = [Path(file).stem for file in files]

@@ -1,5 +1,6 @@
 """The flags of `vit-scratch train`, as dataclasses."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -64,6 +65,10 @@ class ModelArguments(Options):
     attn_implementation: str | None = flag(
         None, "eager, sdpa, flex_attention or flash_attention_2; by default what --speed_choice measures."
     )
+
+    def __post_init__(self) -> None:
+        self.model = self.model and os.path.expanduser(self.model)
+        super().__post_init__()
 
 
 def is_starting_model(model: str | None) -> bool:

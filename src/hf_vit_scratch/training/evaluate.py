@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     usage = "MODEL --output_dir DIR [--data DATA] [--split SPLIT]"
     parser = parser_of_runs("evaluate", usage, __doc__)
     parser.add_argument(
-        "--output_dir", type=Path, required=True, metavar="DIR", help="new folder for the report, outside of the run's"
+        "--output_dir", type=local_path, required=True, metavar="DIR", help="new folder, outside the run's"
     )
     given, flags = parser.parse_known_args(argv)
     args, recipe, run = open_run(given.run, given.data, flags, given.output_dir)

@@ -20,7 +20,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser = parser_of_runs("export", usage, __doc__)
     parser.add_argument("--format", choices=FILES, required=True, help="for ONNX Runtime, OpenVINO or torch.export")
     parser.add_argument("--int8", action="store_true", help="compute in 8-bit integers, chosen by validation images")
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
+    parser.add_argument("--output_dir", type=local_path, metavar="DIR", help="new folder (default: MODEL/FORMAT)")
     given, flags = parser.parse_known_args(argv)
     folder = given.output_dir or local_path(given.run) / (given.format + "-int8" * given.int8)
     _refuse_options(given)

@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 from transformers import ImageClassificationPipeline
 
-from ...data.images import ADVICE, MAX_PIXELS, decode_image
+from ...data.images import ADVICE, MAX_PIXELS, decode_image, local_path
 from ...data.splits import load_digits
 from ...errors import UserError
 from ...evaluation.predict import load_classifier, model_parser
@@ -198,8 +198,10 @@ def main(argv: list[str]) -> None:
     parser = model_parser("vit-scratch explore", __doc__)
     parser.add_argument("--port", type=int, help="port of this machine (default: the first free one from 7860)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument("--write_space", type=Path, metavar="FOLDER", help="write a Hugging Face Space instead")
+    parser.add_argument("--write_space", type=local_path, metavar="FOLDER", help="write a Hugging Face Space instead")
     args = parser.parse_args(argv)
+    if args.port is not None and not 0 < args.port < 2**16:
+        raise UserError(f"--port must be from 1 to 65535, got {args.port}.")
     explorer = Explorer(load_classifier(args.model, args.device), Path(args.model).resolve().name)
     if args.write_space:
         write_space(explorer.classifier, explorer.name, args.write_space)
