@@ -190,6 +190,27 @@ def test_boolean_mask_of_pairs_means_the_same_in_eager_attention(pixel_values):
     assert torch.stack(outputs.attentions)[:, ~mask.expand(3, 4, 13, 13)].max() == 0
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_boolean_mask_of_pairs_means_the_same_in_flex_attention(pixel_values):
+    mask = torch.rand(3, 1, 13, 13) > 0.5
+    mask[..., 0] = True
+    model = tiny_model(attn_implementation="flex_attention")
+
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        flex = model(pixel_values, attention_mask=mask)
+        eager = model(pixel_values, attention_mask=mask, attn_implementation="eager")
+
+    assert_equal(flex.last_hidden_state, eager.last_hidden_state)
+
+
+def test_mean_of_large_tokens_does_not_overflow_in_half_precision():
+    model = tiny_model(pooling="mean")
+    tokens, mask = torch.full((1, 13, 32), 6e3, dtype=torch.float16), torch.ones(1, 13)
+
+    assert torch.equal(model._pool(tokens, mask), tokens[:, 0])
+
+
 def test_mask_of_fractions_is_a_mask_in_pooling_too(pixel_values):
     model = tiny_model(pooling="mean")
 
@@ -578,6 +599,16 @@ def test_model_on_the_meta_device_is_loaded_at_another_size(tmp_path):
     ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
     on_meta = ViTScratchModel.from_pretrained(tmp_path, image_size=[32, 24], device_map="meta")
     assert on_meta.embeddings.position_embeddings.shape == (1, 1 + 8 * 3, 32)
+
+
+def test_size_of_a_model_with_the_same_configuration_changes_nothing(pixel_values):
+    model = tiny_model()
+    other = ViTScratchModel(model.config)
+    expected = model(pixel_values).last_hidden_state
+
+    other.set_image_size([32, 24])
+
+    assert_equal(model(pixel_values).last_hidden_state, expected)
 
 
 def test_image_size_that_the_patches_do_not_divide_is_refused():

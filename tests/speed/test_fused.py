@@ -211,6 +211,12 @@ def add_hooks(model):
         layer.mlp.fc1.register_forward_pre_hook(lambda module, args: (3 * args[0],))
 
 
+def double_branches(model):
+    for layer in model.vit.layers:
+        layer.dropout.register_forward_hook(lambda module, args, output: 2 * output)
+        layer.drop_path.register_forward_hook(lambda module, args, output: 2 * output)
+
+
 class Wrapped(nn.Module):
     """A norm in another module, as PEFT's."""
 
@@ -246,7 +252,7 @@ def quantize(model):
         layer.attention.o_proj = Quantized(layer.attention.o_proj)
 
 
-@pytest.mark.parametrize("change", [double_a_layer, add_hooks, wrap_norms, quantize])
+@pytest.mark.parametrize("change", [double_a_layer, add_hooks, double_branches, wrap_norms, quantize])
 @pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
 def test_what_is_added_later_takes_part(choice, change):
     plain, fast = pair(choice, dtype=torch.float32 if choice in INFERENCE else torch.float64)

@@ -83,12 +83,12 @@ def rope2d_cos_sin(
     x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)  # (1, cols, K / 4) -> (rows, cols, K / 4)
     angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
     angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # in half precision or autocast, the table is float32
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # of the hidden states, which autocast may have left
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -287,7 +287,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
-        self.config = config
+        self.grid_size = config.grid_size  # of the positions; the configuration may be another model's, too
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
@@ -314,7 +314,7 @@ class ViTScratchEmbeddings(nn.Module):
             embeddings = torch.where(bool_masked_pos[..., None].bool(), self.mask_token, embeddings)
         if self.cls_token is not None:
             embeddings = torch.cat((self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings), dim=1)
-        embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.config.grid_size, grid)
+        embeddings = embeddings + interpolate_pos_encoding(self.position_embeddings, self.grid_size, grid)
         return self.dropout(self.layernorm(embeddings.to(dtype))), grid
 
 
@@ -401,8 +401,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         config.image_size = image_size
         config.validate()
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
-        positions = interpolate_pos_encoding(embeddings.position_embeddings, self.config.grid_size, config.grid_size)
-        embeddings.position_embeddings.data = positions
+        positions = interpolate_pos_encoding(embeddings.position_embeddings, embeddings.grid_size, config.grid_size)
+        embeddings.position_embeddings.data, embeddings.grid_size = positions, config.grid_size
         self.config.image_size = image_size
 
 
@@ -476,6 +476,9 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if attention_mask is not None or config.is_causal:  # while compiling, transformers makes a mask even of None
             create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
             mask = create_mask(config, hidden_states, attention_mask, None)  # without a cache, or states of an encoder
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and config._attn_implementation == "flex_attention":
+            forbidden = torch.finfo(hidden_states.dtype).min  # because it adds every mask to the scores
+            mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, forbidden)
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
@@ -506,9 +509,10 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         patches = last_hidden_state[:, self.config.num_prefix_tokens :]
         if attention_mask is None or attention_mask.ndim != 2:
             return patches.mean(dim=1)
-        weights = attention_mask.bool()[:, self.config.num_prefix_tokens :, None].to(patches)  # (B, rows * cols, 1)
+        weights = attention_mask.bool()[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
+        weights = weights.to(torch.promote_types(patches.dtype, torch.float32))  # in which a sum does not overflow
         # An image whose patches are all masked has no mean: zeros, not NaN.
-        return (patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        return ((patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)).to(patches.dtype)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -580,6 +584,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """Return the mean loss of a batch, a scalar."""
         # Not `self.loss_function`, which changes `config.problem_type` when labels are floats.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
+        labels = labels.to(logits.device)  # the last one of a model that is spread over several
         problem_type = self.config.problem_type or "single_label_classification"
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
         if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:
