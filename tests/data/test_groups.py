@@ -70,8 +70,9 @@ def test_copies_are_found_and_nothing_else(kind):
     assert len(found) <= 50
 
 
-def test_blank_pages_are_nobodys_duplicates():
-    blank = Image.new("RGB", (50, 50), "white")
+@pytest.mark.parametrize("color", ["white", "bisque"])
+def test_blank_pages_are_nobodys_duplicates(color):
+    blank = Image.new("RGB", (50, 50), color)
 
     assert find_near_duplicates([rows_of([blank, blank, *pictures_of(5)])]).tolist() == []
 

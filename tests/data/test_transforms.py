@@ -159,6 +159,15 @@ def test_share_of_erased_images(images):
     assert 0.25 < shares.max() < 0.36  # whole pixels
 
 
+def test_erasing_leaves_a_row_and_a_column_as_torchvision_does():
+    many = torch.zeros(500, 1, 8, 8, dtype=torch.uint8)
+
+    erased = random_erasing(many, SampleRNG([(row,) for row in range(500)]), 1.0, GREY)[:, 0] != 0
+
+    sides = torch.stack((erased.any(2).sum(1), erased.any(1).sum(1)))  # height and width
+    assert sides.max() == 7
+
+
 # Policies
 
 

@@ -72,7 +72,7 @@ class Mixup(MixingArguments):
             targets = torch.lerp(targets[mix_index], targets, to_device(kept, images)[:, None])
         mass: Tensor | float = 1.0
         if self.class_weights is not None:
-            targets = targets * self.class_weights.to(targets.device)
+            targets = targets * self.class_weights.to(targets.device, non_blocking=True)
             mass = targets.sum(dim=1, keepdim=True)
         return images, targets * (1 - self.label_smoothing) + mass * self.label_smoothing / spread
 

@@ -14,7 +14,7 @@ from .images import decode_image, map_images
 SIDE = 12  # pixels of a thumbnail
 COMPONENTS = 64
 SIMILARITY = 0.9  # least cosine of near duplicates; that of two other images is around 0, with a deviation of 1/8
-CONTRAST = 2.0  # least standard deviation of the pixels, of 255: a blank page is nobody's duplicate
+CONTRAST = 2.0  # least standard deviation of a color channel, of 255: a blank page is nobody's duplicate
 DIFFERENCE = 20.0  # their largest root mean square difference, of 255
 MOST_SAMPLES = 20_000  # images whose principal components are found
 BLOCK = 512  # images that are compared with all others at once
@@ -60,7 +60,8 @@ def compare(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
     views = (images, images[:, :, ::-1])
     plain, mirrored = (vectors(view) for view in views)
-    plain[images.reshape(number, -1).std(axis=1, dtype=np.float32) < CONTRAST] = 0
+    is_blank = images.reshape(number, -1, 3).std(axis=1, dtype=np.float32).max(axis=1) < CONTRAST
+    plain[is_blank] = mirrored[is_blank] = 0
     pairs: list[tuple[int, int]] = []
     for start in range(0, number, BLOCK):
         block = plain[start : start + BLOCK]

@@ -70,18 +70,19 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _rectangles(
-    rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float]
+    rng: SampleRNG, size: Sequence[int], scale: tuple[float, float], ratio: tuple[float, float], rest: int = 0
 ) -> NDArray[np.int64]:
     """Draw a rectangle in each image of a height and width, (4, B).
 
-    They are top, left, height and width; the last two are 0 if none of ten tries fits.
+    They are top, left, height and width; the last two are 0 if none of ten tries fits and leaves `rest` pixels of the
+    height and of the width.
     """
     height, width = size
     *shapes, down, right = rng.uniforms(2 * TRIES + 2).T
     area = height * width * (scale[0] + (scale[1] - scale[0]) * np.array(shapes[::2]))  # (TRIES, B)
     aspect = ratio[0] * (ratio[1] / ratio[0]) ** np.array(shapes[1::2])
     tall, wide = np.rint((area / aspect) ** 0.5), np.rint((area * aspect) ** 0.5)
-    fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
+    fits = (tall > 0) & (tall <= height - rest) & (wide > 0) & (wide <= width - rest)
     first = fits.argmax(axis=0)  # the first try that fits
     tall, wide = (np.where(fits, side, 0)[first, np.arange(len(first))].astype(np.int64) for side in (tall, wide))
     top, left = (down * (height - tall + 1)).astype(np.int64), (right * (width - wide + 1)).astype(np.int64)
@@ -198,7 +199,8 @@ def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
     """Fill a random rectangle of some images; `v2.RandomErasing`."""
     chosen = np.flatnonzero(rng.uniform() < probability)
-    rectangles = _rectangles(rng, images.shape[-2:], (0.02, 0.33), (0.3, 3.3))[:, chosen]
+    ratio = (1 / 3.3, 1 / 0.3)  # width to height; torchvision's numbers are height to width
+    rectangles = _rectangles(rng, images.shape[-2:], (0.02, 0.33), ratio, rest=1)[:, chosen]
     places = to_device(chosen, images, torch.int64)
     erased = images.index_select(0, places).masked_fill_(inside(rectangles, images), value)
     return images.index_copy(0, places, erased)
