@@ -40,6 +40,18 @@ def test_progress_is_the_larger_share_of_time_and_steps(seconds, step, expected,
     assert clock.progress == pytest.approx(expected)
 
 
+def test_progress_begins_after_the_first_step_which_compiles(at):
+    clock = make_clock(minutes=1)
+    at(124.0)
+    clock.update(TrainerState(global_step=1, max_steps=1000), TrainerControl())
+    assert clock.progress == pytest.approx(0.001)
+    at(142.0)
+
+    clock.update(TrainerState(global_step=2, max_steps=1000), TrainerControl())
+
+    assert clock.progress == pytest.approx(0.5)
+
+
 def test_training_ends_with_an_evaluation_when_the_time_is_over(at):
     clock, control = make_clock(minutes=1), TrainerControl()
     at(161.0)

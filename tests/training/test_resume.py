@@ -166,6 +166,15 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
     assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
 
 
+def test_evaluations_that_can_end_the_training_stay_as_they_were(tmp_path):
+    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
+            "--save_steps", "2", "--early_stopping_patience", "3", "--output_dir", str(tmp_path)]  # fmt: skip
+    train.main(argv)
+
+    with pytest.raises(UserError, match=r"with another recipe: eval_steps 1\.0 \(was 2\.0\)"):
+        train.main([*argv, "--eval_steps", "1", "--resume_from_checkpoint", "true"])
+
+
 def test_resumed_run_logs_evaluates_and_saves_when_its_own_flags_say(tmp_path):
     options = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": False, "max_steps": 8}
     every_four = {"save_steps": 4, "eval_steps": 4, "logging_steps": 4}

@@ -21,6 +21,7 @@ class Clock:
         """Start at zero."""
         self.progress = 0.0  # share of the training that is done, if `max_train_minutes` limits it
         self.seconds_before = 0.0  # of the parts that are resumed
+        self._share_of_first_step = 0.0  # which compiles; what follows the progress begins after it
         self._start_time = time.perf_counter()
 
     def resume(self, state: TrainerState) -> None:
@@ -43,15 +44,17 @@ class Clock:
             shared = torch.tensor([share], device=self.args.device)
             torch.distributed.broadcast(shared, src=0)
             share = shared.item()
+        if state.global_step == 1:
+            self._share_of_first_step = min(share, 0.5)
         self.progress = self._progress(share, state)
         if self.progress >= 1:  # as the stock Trainer does at the last step
             control.should_training_stop = True
             control.should_evaluate |= self.args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
 
-    @staticmethod
-    def _progress(share_of_time: float, state: TrainerState) -> float:
-        return min(1.0, max(share_of_time, state.global_step / state.max_steps))
+    def _progress(self, share_of_time: float, state: TrainerState) -> float:
+        first = self._share_of_first_step
+        return min(1.0, max((share_of_time - first) / (1 - first), state.global_step / state.max_steps))
 
 
 class ProgressByTime(ProgressCallback):

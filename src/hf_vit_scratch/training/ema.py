@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from ..errors import UserError
 
@@ -23,9 +24,18 @@ class EMA(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        super().__init__(model)
         self.n_averaged.fill_(steps)
-        self._is_swapped = False
+        self._decay, self._is_swapped = decay, False
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the weights after a step; torch's own way waits for the device."""
+        averages, weights = ([parameter.data for parameter in one.parameters()] for one in (self.module, model))
+        torch._foreach_lerp_(averages, weights, 1 - self._decay if self.n_averaged else 1.0)
+        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            average.copy_(buffer)
+        self.n_averaged += 1
 
     @classmethod
     def start(cls, model: nn.Module, decay: float | None, steps: int, checkpoint: Path | None) -> Self | None:

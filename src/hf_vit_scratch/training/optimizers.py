@@ -124,7 +124,7 @@ class BatchedMuon(torch.optim.Muon):
         dtype: Precision of the products; torch's is bfloat16 everywhere.
         beta2: Decay of the mean squared update of each neuron, by whose root NorMuon divides the orthogonal update (Li
             et al. 2025, https://arxiv.org/abs/2510.05491, algorithm 1). The norm of the matrix stays. A neuron is a
-            row of a square or tall matrix and a column of a wide one.
+            row of a square or tall matrix and, as in modded-nanogpt but not in the paper, a column of a wide one.
     """
 
     def __init__(self, params: Any, dtype: torch.dtype = torch.bfloat16, beta2: float | None = None, **options: Any):

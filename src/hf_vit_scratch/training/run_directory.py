@@ -74,6 +74,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     was, now = (one.values("recipe", "flag") for one in (begun, recipe))
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
+    if args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        free = free - {"eval_steps", "eval_strategy"}  # on whose results the training then depends
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
     if changed:
         listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
