@@ -14,6 +14,7 @@ import torch
 from helpers import TINY, randomize_
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from sklearn.exceptions import UndefinedMetricWarning
 from torch import nn
 from transformers import ViTImageProcessor, pipeline
 
@@ -235,6 +236,18 @@ def test_8_bit_integers_may_lose_half_a_point_or_three_images(wrong_images, is_r
     assert not faults or faults[0].startswith("accuracy falls from 1.0000 to 0.9000, by more than 0.0750")
 
 
+def test_metric_that_a_single_image_does_not_have_is_no_fault_of_8_bit_integers():
+    answering = classifier(**KINDS["numbers"])
+    classify = run_module(ImageScores(answering.model, answering.image_processor))
+    image = Image.new("RGB", (24, 16), "teal")
+
+    with pytest.warns(UndefinedMetricWarning, match="not well-defined with less than two samples"):
+        proof = prove(answering, classify, [image], expected_scores(answering, [image]).astype(np.float64), True)
+
+    assert np.isnan(proof["pipeline"]["r2"])
+    assert proof["faults"] == []
+
+
 def test_answers_that_change_are_a_fault_even_if_the_scores_hardly_do(labelled, monkeypatch):
     answering, images, labels = labelled
     even = np.full((len(images), 5), 0.2)
@@ -327,6 +340,12 @@ def test_exported_script_reads_the_grey_values_that_training_reads(mode, highest
         exported.read_image(tmp_path / "grey.tiff")
     with pytest.raises(UserError, match=r"its grey values go from 0 to"):
         decode_image(row, "grey")
+
+
+def test_exported_script_starts_no_ghostscript(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.eps")
+    with pytest.raises(ValueError, match="EPS is a program that draws"):
+        exported.read_image(tmp_path / "photo.eps")
 
 
 def test_exported_script_says_how_it_is_used(tmp_path):

@@ -2,6 +2,7 @@ import evaluate
 import numpy as np
 import pytest
 import torch
+from sklearn.exceptions import UndefinedMetricWarning
 from sklearn.metrics import (
     average_precision_score,
     balanced_accuracy_score,
@@ -120,6 +121,14 @@ def test_metrics_of_numbers_match_scikit_learn():
         "r2": pytest.approx(r2_score(labels[:, 1], outputs[:, 1])),
         "mae": pytest.approx(mean_absolute_error(labels[:, 1], outputs[:, 1])),
     }
+
+
+def test_single_image_of_numbers_has_errors_and_no_r2():
+    with pytest.warns(UndefinedMetricWarning, match="not well-defined with less than two samples"):
+        report = detailed_report(np.array([[1.0, 5.0]]), np.array([[1.5, 5.0]]), ["angle", "year"])
+
+    assert [numbers["mae"] for numbers in report["per_number"].values()] == [0.5, 0.0]
+    assert all(np.isnan(numbers["r2"]) for numbers in report["per_number"].values())
 
 
 def test_fewer_than_five_classes():

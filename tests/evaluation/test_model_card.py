@@ -162,7 +162,7 @@ def test_folders_with_spaces_and_of_windows_are_left_out(path, name, finished_ru
     assert f"data: {name}\n" in text
 
 
-@pytest.mark.parametrize("pattern", [r"\w+_(\d+)", r"a:(\d+)", "x/(y)"])
+@pytest.mark.parametrize("pattern", [r"\w+_(\d+)", r"a:(\d+)", "x/(y)", r"/(video_\d+)/"])
 def test_expression_is_no_path(pattern, finished_run, tmp_path):
     text = str(make_card([finished_run("a", group_by=pattern)], tmp_path / "card.md"))
     assert f"group_by: {pattern}\n" in text or f"group_by: '{pattern}'\n" in text
@@ -191,6 +191,13 @@ def test_card_keeps_no_picture_of_an_earlier_one(finished_run, tmp_path):
     assert "confusion_matrix.png" not in str(make_card([run], tmp_path / "card.md"))
 
 
+def test_figures_of_a_card_with_a_space_in_its_name_are_shown(finished_run, tmp_path):
+    card = make_card([finished_run("a")], tmp_path / "my card.md")
+
+    assert "(my%20card_curves.png)" in str(card)
+    assert (tmp_path / "my card_curves.png").is_file()
+
+
 def test_card_of_a_stream_counts_no_passes(finished_run, tmp_path):
     run = finished_run("a")
     metrics = json.loads((run / "metrics.json").read_text())
@@ -213,7 +220,11 @@ def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "origin", "from_scratch"),
-    [("S/16", "trained from random weights", True), ("/runs/mim", "fine-tuned from `mim`", False)],
+    [
+        ("S/16", "trained from random weights", True),
+        ("/runs/mim", "fine-tuned from `mim`", False),
+        ("google/vit-base", "fine-tuned from `google/vit-base`", False),
+    ],
 )
 def test_card_says_where_the_weights_began(finished_run, tmp_path, model, origin, from_scratch):
     card = make_card([finished_run("a", model=model)], tmp_path / "card.md")

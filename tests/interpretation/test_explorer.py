@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -112,6 +113,17 @@ def test_inspected_image_equals_the_models_outputs(fields, tmp_path, photographs
     assert np.abs(image.pixels - resized).max() <= 2
     assert image.rollout.shape == image.class_attention[0].shape == (ROWS, COLS)
     assert image.class_attention.min() >= 0
+
+
+def test_all_numbers_of_a_regression_are_shown_in_their_order(tmp_path):
+    classifier = load_classifier(str(save_model(tmp_path / "model", problem_type="regression")), "cpu")
+    classifier.model.classifier.bias.data = torch.arange(5.0) * 10  # the last number is the largest
+    explorer = app.Explorer(classifier, "numbers")
+
+    _, predictions, *_, status = explorer.show(explorer.first, *Selection())
+
+    assert re.fullmatch(", ".join(rf"{label}: [-.e\d]+" for label in LABELS), predictions)
+    assert f"Predicted: {predictions}. " in unescape(status)
 
 
 def test_greyscale_model_is_drawn(tmp_path, photographs):

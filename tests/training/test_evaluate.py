@@ -182,6 +182,13 @@ def test_class_folders_are_evaluated_whole_and_matched_by_name(classes, run, eva
     assert report["test_accuracy"] == pytest.approx(matrix[ids, ids].sum() / matrix[ids].sum())
 
 
+def test_missing_model_is_named(run, refused):
+    missing = run[0].parent / "digit"
+    assert refused(model=missing) == (
+        f"{missing}: there is no such file or folder. Give a saved model, or the file of an export."
+    )
+
+
 def test_columns_of_the_run_are_not_asked_of_other_data(run, evaluate, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     with (tmp_path / "run" / "recipe.yaml").open("a") as recipe:

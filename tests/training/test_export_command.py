@@ -13,8 +13,9 @@ from test_train_script import SMALL, train
 import vit_scratch
 from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.evaluation import exported
-from hf_vit_scratch.training import export
+from hf_vit_scratch.training import export, steps
 from hf_vit_scratch.training.evaluate import load_rows
+from hf_vit_scratch.training.steps import load_data
 
 FILES = ["export.json", "model.onnx", "predict.py", "requirements.txt"]
 
@@ -127,11 +128,12 @@ def test_summary_gives_accuracy_as_the_report_does():
 
 @pytest.mark.slow
 def test_int8_is_calibrated_on_other_images_than_it_is_proven_on(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(export, "load_rows", lambda *arguments: asked.append(arguments[-1]) or load_rows(*arguments))
+    asked, loads = [], []
+    monkeypatch.setattr(export, "load_rows", lambda *arguments: asked.append(arguments[4]) or load_rows(*arguments))
+    monkeypatch.setattr(steps, "load_data", lambda args: loads.append(args) or load_data(args))
     assert vit_scratch.main(["export", str(run), "--format", "onnx", "--int8"]) == 0
     facts = json.loads((run / "onnx-int8" / "export.json").read_text())
-    assert asked == [None, "validation"]
+    assert (asked, len(loads)) == ([None, "validation"], 1)
     assert facts["test"]["largest_difference"] > 1e-5
     assert facts["export"]["accuracy"] == pytest.approx(facts["pipeline"]["accuracy"], abs=0.02)
 

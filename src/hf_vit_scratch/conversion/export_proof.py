@@ -129,7 +129,7 @@ def prove(
     before, after = (evaluate_scores(scores, labels)[1] for scores in (theirs, ours))
     metric, most_lost = METRIC_NAMES[kind][0], max(MOST_LOST, FEW_IMAGES / len(labels))
     proof: dict[str, Any] = {"metric": metric, "pipeline": before, "export": after}
-    if is_int8 and not before[metric] - after[metric] <= most_lost:
+    if is_int8 and np.isfinite(before[metric]) and not before[metric] - after[metric] <= most_lost:
         faults.append(f"{metric} falls from {before[metric]:.4f} to {after[metric]:.4f}, by more than {most_lost:.4f}")
     for name, scores in (("test", (theirs, ours)), ("odd", odd)):
         proof[name] = {"images": len(scores[0]), **compare(*scores, kind, config.label_scale or 1.0)}

@@ -39,6 +39,9 @@ def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
 def read_image(file: Any) -> np.ndarray:
     """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
     image: Image.Image = Image.open(file)
+    if image.format == "EPS":  # for which Pillow starts Ghostscript
+        image.close()
+        raise ValueError("EPS is a program that draws")
     if image.mode[0] in "IF":  # one channel of values that RGB cannot hold
         plain: Any = image if image.mode in ("I", "F") else image.convert("I")
         low, high = plain.getextrema()

@@ -158,8 +158,9 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     kind = problem_type_of(labels)
     report: dict[str, Any] = {"problem_type": kind, "images": len(labels)}
     if kind == "regression":
-        r2, mae = (score(labels, predictions, multioutput="raw_values") for score in (r2_score, mean_absolute_error))
-        numbers = zip(label_names, r2.tolist(), mae.tolist(), strict=True)
+        both = (score(labels, predictions, multioutput="raw_values") for score in (r2_score, mean_absolute_error))
+        r2, mae = (np.broadcast_to(one, len(label_names)).tolist() for one in both)  # of one image, R2 is a NaN
+        numbers = zip(label_names, r2, mae, strict=True)
         return {**report, "per_number": {name: {"r2": r2, "mae": mae} for name, r2, mae in numbers}}
     several, ids = kind == "multi_label_classification", list(range(len(label_names)))
     best = predictions > 0 if several else predictions[0][:, 0]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
 from typing import Any
+from urllib.parse import quote
 
 import joblib
 import torch
@@ -108,12 +109,12 @@ def make_card(
         learnt=f"{number} {noun if number > 1 else noun[:-1]}",
         results=results_of(reports),
         data=description,
-        origin="trained from random weights" if from_scratch else f"fine-tuned from `{Path(model).name}`",
+        origin="trained from random weights" if from_scratch else f"fine-tuned from `{_without_folders(model)}`",
         # `train_runtime` is that of the last call alone; `minutes` go on after a resumption.
         seconds=max(logs.get("train_runtime", 60 * logs.get("minutes", 0)) for logs in log),
         commands=[shlex.join(_without_folders(shlex.split(report["command"]))) for report in reports],
         recipe=yaml.safe_dump(
-            {flag: _without_folders(value) for flag, value in recipe.items()}, sort_keys=False
+            {flag: _without_folders([f"--{flag}", value])[1] for flag, value in recipe.items()}, sort_keys=False
         ).strip(),
         figures=_plot_figures(runs[0], reports[0], log, output),
         columns=[column for column in LOGGED if any(column in row for row in rows)],
@@ -209,14 +210,15 @@ def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any
     for name, path in drawn.items():
         if path.resolve() != paths[name].resolve():
             shutil.copyfile(path, paths[name])
-    return {name: path.name for name, path in paths.items() if path.is_file()}
+    return {name: quote(path.name) for name, path in paths.items() if path.is_file()}
 
 
 def _without_folders(value: Any) -> Any:
     """Replace an absolute path with its last name, because the card is published."""
     if isinstance(value, list):
-        return [_without_folders(one) for one in value]
-    if not isinstance(value, str):
+        pairs = zip(["", *value], value, strict=False)
+        return [one if before == "--group_by" else _without_folders(one) for before, one in pairs]
+    if not isinstance(value, str) or value.startswith("--group_by="):  # an expression, which may begin with a slash
         return value
     flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
     path = PureWindowsPath(text)  # which knows the separators of all systems

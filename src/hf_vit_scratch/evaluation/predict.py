@@ -186,7 +186,7 @@ def forward(
                 yield result if "error" in result else result | dict(zip(outputs, next(of_images), strict=True))
 
 
-def _table_row(result: dict[str, Any], columns: list[str]) -> dict[str, Any]:
+def _table_row(result: dict[str, Any], columns: set[str]) -> dict[str, Any]:
     """Return a result of `predict` as a row of the table, by ranks, and by the names that have columns."""
     predictions = result.get("predictions", ())
     row = {prediction["label"]: prediction["score"] for prediction in predictions if prediction["label"] in columns}
@@ -269,7 +269,7 @@ def main(argv: list[str]) -> int:
             exit_code |= "error" in result
             if "answer" in result:
                 answers[result["answer"]] += 1
-            table.writerow(_table_row(result, columns)) if is_table else print(json.dumps(result), file=file)
+            table.writerow(_table_row(result, {*columns})) if is_table else print(json.dumps(result), file=file)
             file.flush()
     if args.output is not None:
         listed = "".join(f", {number} {answer}" for answer, number in answers.most_common(10))

@@ -5,7 +5,7 @@ What is found after training is saved beside the model as `trust.safetensors`, w
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class Trust:
 
     def facts(self) -> dict[str, Any]:
         """Return the numbers, without the tensors."""
-        return {name: value for name, value in asdict(self).items() if not isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
 
     def save(self, folder: Path) -> None:
         """Write it beside a model."""

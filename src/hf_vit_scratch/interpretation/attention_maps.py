@@ -7,7 +7,9 @@ rows x cols patches.
 """
 
 import math
+import os
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,6 +191,8 @@ class ImageAttention:
 def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, num_classes: int = 1) -> ImageAttention:
     """Compute what a model attends to in an RGB image, with the class attention of the best `num_classes` classes.
 
+    Of a regression, the numbers are in the order of the model's labels.
+
     Raises:
         UserError: The model is of another class.
     """
@@ -198,7 +202,10 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling
     grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
     with classes_by_number(model.config) as names:
-        predictions = classifier.postprocess(classifier.forward(inputs), top_k=5)
+        are_numbers = model.config.problem_type == "regression"
+        predictions = classifier.postprocess(classifier.forward(inputs), top_k=len(names) if are_numbers else 5)
+        if are_numbers:  # the order of the labels, not that of their values
+            predictions.sort(key=lambda prediction: int(prediction["label"]))
     best = [int(prediction["label"]) for prediction in predictions[:num_classes]]
     attentions = attention(model, pixel_values)
     return ImageAttention(
@@ -290,8 +297,8 @@ def draw_filters(filters: Tensor) -> Figure:
     return _draw_grid(images, size, title, cmap="gray", vmin=0, vmax=1)[0]
 
 
-def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dict[str, Figure]:
-    """Draw every figure of a ViTScratch model for an RGB image, and return them by name."""
+def draw_image(classifier: ImageClassificationPipeline, image: Image.Image) -> dict[str, Figure]:
+    """Draw what a ViTScratch model attends to in an RGB image, and return the figures by name."""
     model: Any = classifier.model
     seen = inspect_image(classifier, image, num_classes=2)
     maps = over_patches(seen.attentions.float(), seen.grid, pooling=seen.pooling)
@@ -301,6 +308,12 @@ def draw_all(classifier: ImageClassificationPipeline, image: Image.Image) -> dic
         "class_attention": draw_over_image(seen.pixels, dict(zip(titles, seen.class_attention, strict=False))),
         "heads": draw_heads(maps, f"Attention: what {reader} takes from each patch"),
         "rollout": draw_over_image(seen.pixels, {"attention rollout": seen.rollout}),
+    }
+
+
+def draw_model(model: ViTScratchForImageClassification) -> dict[str, Figure]:
+    """Draw the position embeddings and the patch filters of a model, and return the figures by name."""
+    return {
         "position_similarity": draw_position_similarity(position_similarity(model)),
         "patch_filters": draw_filters(patch_filters(model)),
     }
@@ -314,7 +327,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     files = find_images(args.images)
     stems = [Path(file).stem for file in files]
-    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+    if twice := [stem for stem, number in Counter(stems).items() if number > 1]:
         raise UserError(
             f"Images must have different names, for their pictures are called after them; got two called "
             f"{twice[0]!r}. Give each an --output_dir of its own."
@@ -324,7 +337,13 @@ def main(argv: list[str]) -> None:
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for stem, file in zip(stems, files, strict=True):
-        for name, figure in draw_all(classifier, decode_image({"path": file, "bytes": None}, file)).items():
-            path = args.output_dir / f"{stem}_{name}.png"
-            figure.savefig(path, dpi=150)
-            print(path)
+        figures = draw_image(classifier, decode_image({"path": file, "bytes": None}, file))
+        _save({f"{stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
+    _save(draw_model(cast(Any, classifier.model)), args.output_dir)
+
+
+def _save(figures: Mapping[str, Figure], folder: Path) -> None:
+    """Write figures into a folder, and print their paths."""
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        print(os.fsencode(folder / f"{name}.png").decode(errors="replace"))  # a name may not be UTF-8

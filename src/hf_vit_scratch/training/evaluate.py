@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset, DatasetDict, disable_progress_bars
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils.logging import disable_progress_bar
 
@@ -98,6 +98,8 @@ def open_run(
     folder = path.parent if path.is_file() else path  # of an export
     # The folders of checkpoints and exports are in that of their run.
     run = next((place for place in (folder, folder.resolve().parent) if (place / RECIPE).is_file()), None)
+    if not path.exists() and path.parent != Path() and path.parent.is_dir():  # else it may be a name on the Hub
+        raise UserError(f"{model}: there is no such file or folder. Give a saved model, or the file of an export.")
     if run is None and data is None:
         raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")
     name = "your_images" if run is None else str(run / RECIPE)
@@ -113,11 +115,17 @@ def open_run(
 
 
 def load_rows(
-    args: Arguments, recipe: Recipe, run: Path | None, data: str | None, split: str | None
+    args: Arguments,
+    recipe: Recipe,
+    run: Path | None,
+    data: str | None,
+    split: str | None,
+    loaded: DatasetDict | None = None,
 ) -> tuple[str, Dataset]:
     """Return the source of the images to evaluate, and the images: of a split of the run itself, or of other data.
 
-    The splits of the run's own data are cut as the run cut them, so that no training image is in the test split.
+    The splits of the run's own data are cut as the run cut them, so that no training image is in the test split. For
+    a further call they are kept in `loaded`.
     """
     begun = Recipe() if run is None else Recipe.load(run) or Recipe()
     is_there = begun.data != "" and local_path(begun.data).exists()  # the project may have been moved
@@ -134,9 +142,11 @@ def load_rows(
             )  # fmt: skip
         return data, rows
     args.data.data = own
-    splits = steps.load_data(args)
-    if run is not None and not args.data.streaming:  # the images of a stream are not known
-        steps.check_images(run, begun, splits)
+    splits = DatasetDict() if loaded is None else loaded
+    if not splits:
+        splits |= steps.load_data(args)
+        if run is not None and not args.data.streaming:  # the images of a stream are not known
+            steps.check_images(run, begun, splits)
     rows = splits[find_split(own, split or "test", splits)]
     if not isinstance(rows, Dataset):
         raise UserError(f"{own}: --split {split} is a stream of unknown length. Choose another split.")

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -60,10 +60,10 @@ def main(argv: Sequence[str]) -> None:
     classifier: Any = load_classifier(given.run, device="cpu")
     refuse_other_models(classifier.model)
     classifier.model.float()
-    labels, kind = labels_and_type(classifier.model.config)
+    (labels, kind), loaded = labels_and_type(classifier.model.config), DatasetDict()
 
     def sample(data: str | None, split: str | None, most: int) -> Dataset:
-        source, rows = load_rows(args, recipe, run, data, split)
+        source, rows = load_rows(args, recipe, run, data, split, loaded)
         rows = with_names(source, rows, labels, kind)
         return rows.shuffle(args.training.seed).select(range(min(len(rows), most)))
 

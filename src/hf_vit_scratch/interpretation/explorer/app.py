@@ -91,10 +91,10 @@ class Explorer:
     def show(self, image: ImageAttention, *fields: Any) -> tuple[Any, ...]:
         """Return the new state and predictions, and what `draw` returns."""
         predictions: Any = {prediction["label"]: prediction["score"] for prediction in image.predictions}
+        news = image.predictions[0]["label"]
         if self.is_regression:  # the widget shows scores as percentages
-            predictions = format_prediction(image.predictions[0], "regression")
-        news = f"Predicted: {image.predictions[0]['label']}. "
-        return image, predictions, *self.draw(image, *fields, news=news)
+            predictions = news = ", ".join(format_prediction(number, "regression") for number in image.predictions)
+        return image, predictions, *self.draw(image, *fields, news=f"Predicted: {news}. ")
 
     def show_example(self, event: gr.SelectData, *fields: Any) -> tuple[Any, ...]:
         """Show the selected example."""

@@ -67,7 +67,7 @@ def draw_map(image: ImageAttention, selection: Selection) -> tuple[str, str]:
     if view == "rollout":
         values, reader = image.rollout, "Through all layers, the whole image's vector takes"
     elif view == "class":
-        values, reader = image.class_attention[0], f"For {image.predictions[0]['label']} speaks"
+        values, reader = image.class_attention[0], f"What speaks for {image.predictions[0]['label']} comes"
         note = "relevance, without a unit"
     else:
         values = over_patches(selection.weights(image), image.grid, patch, pooling=image.pooling)
