@@ -223,6 +223,7 @@ def test_paths_of_the_machine_are_left_out(finished_run, tmp_path):
     [
         ("S/16", "trained from random weights", True),
         ("/runs/mim", "fine-tuned from `mim`", False),
+        ("~/runs/mim", "fine-tuned from `mim`", False),
         ("google/vit-base", "fine-tuned from `google/vit-base`", False),
     ],
 )
@@ -241,11 +242,18 @@ def test_error_of_small_numbers_has_digits():
 
 
 @pytest.mark.parametrize(
-    "metrics",
-    [None, '{"test_loss": 1.0}', '{"problem_type": "regression"}'],
-    ids=["unfinished", "without labels", "of evaluate"],
+    ("metrics", "is_run"),
+    [
+        (None, True),
+        ('{"test_loss": 1.0}', True),
+        ('{"problem_type": "regression"}', False),
+        ('{"problem_type": "regression"}', True),
+    ],
+    ids=["unfinished", "without labels", "of evaluate", "without a model"],
 )
-def test_folder_without_a_finished_run_is_refused(metrics, tmp_path, capsys):
+def test_folder_without_a_finished_run_is_refused(metrics, is_run, tmp_path, capsys):
+    if is_run:
+        (tmp_path / "log.json").write_text("[]")
     if metrics:
         (tmp_path / "metrics.json").write_text(metrics)
 

@@ -252,6 +252,21 @@ def quantize(model):
         layer.attention.o_proj = Quantized(layer.attention.o_proj)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dropout", "attention"])
+def test_dropout_that_stays_on_in_evaluation_takes_part(name):
+    plain, fast = pair("sdpa+packed", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    pixels, logits = torch.randn_like(PIXELS), []
+    without = fast.eval()(pixels).logits
+    for model in (plain.eval(), fast):
+        model.vit.layers[0].get_submodule(name).train()
+        torch.manual_seed(0)
+        logits.append(model(pixels).logits)
+
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(logits[1], without, atol=1e-3)
+
+
 @pytest.mark.parametrize("change", [double_a_layer, add_hooks, double_branches, wrap_norms, quantize])
 @pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
 def test_what_is_added_later_takes_part(choice, change):

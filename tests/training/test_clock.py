@@ -33,6 +33,7 @@ def make_clock(minutes):
 )
 def test_progress_is_the_larger_share_of_time_and_steps(seconds, step, expected, at):
     clock = make_clock(minutes=1)
+    clock.update(TrainerState(global_step=1, max_steps=100), TrainerControl())
     at(100.0 + seconds)
 
     clock.update(TrainerState(global_step=step, max_steps=100), TrainerControl())
@@ -71,6 +72,19 @@ def test_time_and_steps_of_the_resumed_run_count(step, progress, at):
     at(115.0)
 
     assert clock.minutes == pytest.approx(0.75)
+
+
+def test_step_that_compiles_again_is_no_progress_of_a_resumed_run(at):
+    clock = make_clock(minutes=1)
+    clock.resume(TrainerState(log_history=[{"loss": 1.0, "minutes": 0.5}], global_step=10, max_steps=1000))
+    at(115.0)
+    clock.update(TrainerState(global_step=11, max_steps=1000), TrainerControl())
+    assert clock.progress == pytest.approx(0.5)
+    at(122.5)
+
+    clock.update(TrainerState(global_step=12, max_steps=1000), TrainerControl())
+
+    assert clock.progress == pytest.approx(0.75)
 
 
 def test_run_without_a_limit_is_not_ended(at):

@@ -111,7 +111,8 @@ def prove(
         classify: The exported model.
         images: Upright RGB images.
         labels: Their targets (N, ...).
-        is_int8: Whether the model computes in 8-bit integers. Then the metric has a bound, and scores have none.
+        is_int8: Whether the model computes in 8-bit integers. Then the metric has a bound, if it exists, and scores
+            have none.
 
     Returns:
         `test` and `odd`, the results of `compare` with the number of `images`; `metric`, and the metrics of the

@@ -52,14 +52,15 @@ def _refuse_unreadable(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}. Its images would be left out.") from error
 
 
-def find_image_files(folder: Path, folder_links: str = "skip") -> tuple[list[Path], list[str]]:
+def find_image_files(folder: Path, folder_links: str = "skip", warn: bool = False) -> tuple[list[Path], list[str]]:
     """Return the images in a folder, however deep, by their suffixes, and the paths of other files.
 
     Files and folders whose name begins with a dot are in neither. Links to folders are left out (`"skip"`), followed
-    to each folder once (`"follow"`), or a `UserError` (`"refuse"`). The last two refuse a folder that cannot be read.
+    to each folder once (`"follow"`), or a `UserError` (`"refuse"`). The last two refuse a folder that cannot be read,
+    which is otherwise left out, on demand with a warning.
     """
     found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
-    onerror = _warn_of_unreadable if folder_links == "skip" else _refuse_unreadable
+    onerror = (_warn_of_unreadable if warn else None) if folder_links == "skip" else _refuse_unreadable
     for parent, folders, names in os.walk(folder, onerror=onerror, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards

@@ -156,7 +156,8 @@ def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any]
 def _read_report(run: Path) -> dict[str, Any]:
     path = run / "metrics.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "problem_type" not in report or not (run / "log.json").is_file():  # or of `evaluate`
+    others = ("log.json", "config.json")  # which a report of `evaluate` lacks
+    if "problem_type" not in report or not all((run / name).is_file() for name in others):
         raise UserError(f"{run} holds no finished run of a classifier. Give the --output_dir of one.")
     return report
 
@@ -222,7 +223,7 @@ def _without_folders(value: Any) -> Any:
         return value
     flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
     path = PureWindowsPath(text)  # which knows the separators of all systems
-    return flag + equals + (path.name or text if path.is_absolute() or text.startswith("/") else text)
+    return flag + equals + (path.name or text if path.is_absolute() or text.startswith(("/", "~")) else text)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ def find_images(names: Sequence[str]) -> list[str]:
         path = local_path(name)
         files = [path]
         if path.is_dir():
-            files, others = find_image_files(path)
+            files, others = find_image_files(path, warn=True)
             warn_of_others(path, others)
         elif not path.is_file():
             matches = sorted(map(Path, glob.iglob(str(path), recursive=True)))
@@ -265,11 +265,12 @@ def main(argv: list[str]) -> int:
         table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()
+        shown = {*columns}
         for result in name_broken(PROGRAM, results, len(paths), in_terminal or None):
             exit_code |= "error" in result
             if "answer" in result:
                 answers[result["answer"]] += 1
-            table.writerow(_table_row(result, {*columns})) if is_table else print(json.dumps(result), file=file)
+            table.writerow(_table_row(result, shown)) if is_table else print(json.dumps(result), file=file)
             file.flush()
     if args.output is not None:
         listed = "".join(f", {number} {answer}" for answer, number in answers.most_common(10))

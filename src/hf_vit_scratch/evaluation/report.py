@@ -63,7 +63,7 @@ def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
     if trainer.args.eval_tta != "flip":
         return trainer.predict(dataset)
     logits: list[Tensor] = []
-    with trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits)):
+    with trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits.cpu())):
         outputs = trainer.predict(dataset)
     with mirrored_views(trainer.model, logits):
         mirrored = trainer.predict(dataset, metric_key_prefix="test_flip").metrics
@@ -130,7 +130,7 @@ def mirrored_views(model: PreTrainedModel, logits: Iterable[Tensor]) -> Iterator
         return args, kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)}
 
     def average(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        output.logits = (output.logits + next(turns)) / 2
+        output.logits = (output.logits + next(turns).to(output.logits.device)) / 2
         return output
 
     with model.register_forward_pre_hook(mirror, with_kwargs=True), model.register_forward_hook(average):

@@ -153,8 +153,9 @@ def position_similarity(model: ViTScratchPreTrainedModel) -> Tensor:
     Returns:
         (rows, cols, rows, cols), at least float32, from -1 to 1.
     """
-    grid = model.config.grid_size
-    positions = cast(Any, model.base_model).embeddings.position_embeddings[0, -math.prod(grid) :]
+    embeddings = cast(Any, model.base_model).embeddings
+    grid = embeddings.grid_size
+    positions = embeddings.position_embeddings[0, -math.prod(grid) :]
     positions = F.normalize(positions.to(torch.promote_types(positions.dtype, torch.float32)), dim=-1)
     return (positions @ positions.T).unflatten(1, grid).unflatten(0, grid)
 
@@ -180,18 +181,18 @@ class ImageAttention:
     """What a model attends to in one image, on the CPU."""
 
     pixels: NDArray[np.uint8]  # (height, width, C), as the model sees them
-    predictions: list[dict[str, Any]]  # `label` and `score`, best first
+    predictions: list[dict[str, Any]]  # `label` and `score`, best first; numbers in their order
     grid: tuple[int, int]
     pooling: str  # of the model
     attentions: Tensor  # (L, H, N, N), float16
     rollout: Tensor  # (rows, cols), for the pooled vector
-    class_attention: Tensor  # (K, rows, cols), for the best K classes
+    class_attention: Tensor  # (K, rows, cols), for the first K predictions
 
 
 def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, num_classes: int = 1) -> ImageAttention:
     """Compute what a model attends to in an RGB image, with the class attention of the best `num_classes` classes.
 
-    Of a regression, the numbers are in the order of the model's labels.
+    Of a regression, all numbers are predictions, in the order of the model's labels.
 
     Raises:
         UserError: The model is of another class.

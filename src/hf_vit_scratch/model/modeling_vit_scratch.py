@@ -83,12 +83,12 @@ def rope2d_cos_sin(
     x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)  # (1, cols, K / 4) -> (rows, cols, K / 4)
     angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
     angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return angles.cos(), angles.sin()
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of channels (k, k + K / 2) of each token by its angle.  (B, H, N, K) -> (B, H, N, K)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # of the hidden states, which autocast may have left
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # in half precision or autocast, the table is float32
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -510,7 +510,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if attention_mask is None or attention_mask.ndim != 2:
             return patches.mean(dim=1)
         weights = attention_mask.bool()[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
-        weights = weights.to(torch.promote_types(patches.dtype, torch.float32))  # in which a sum does not overflow
+        weights = weights.to(patches.device, torch.promote_types(patches.dtype, torch.float32))  # so no sum overflows
         # An image whose patches are all masked has no mean: zeros, not NaN.
         return ((patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)).to(patches.dtype)
 
@@ -639,8 +639,9 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         loss = None
         if bool_masked_pos is not None:
             dtype = torch.promote_types(reconstruction.dtype, torch.float32)
-            error = F.l1_loss(reconstruction.to(dtype), pixel_values.to(dtype), reduction="none")
-            mask = bool_masked_pos.to(dtype).unflatten(1, (1, *grid))
+            pixels, mask = (x.to(reconstruction.device, dtype) for x in (pixel_values, bool_masked_pos))
+            error = F.l1_loss(reconstruction.to(dtype), pixels, reduction="none")
+            mask = mask.unflatten(1, (1, *grid))
             mask = mask.repeat_interleave(patch_height, dim=2).repeat_interleave(patch_width, dim=3)
             # [4] section 3.4. A batch without a masked patch has a loss of zero.
             loss = (error * mask).sum() / mask.sum().clamp(min=1) / self.config.num_channels

@@ -71,9 +71,9 @@ def layer_forward(
     x, part, mlp, norms = hidden_states, self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
     linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
     special = attention_mask is not None or kwargs or part.is_causal
-    drops = (self, self.dropout, self.drop_path)
+    drops = (self, part, self.dropout, self.drop_path)
     trains = any(m.training for m in drops) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    others = (*norms, *drops[1:], part.q_norm, part.k_norm, part, mlp, mlp.activation)
+    others = (*norms, *drops[1:], part.q_norm, part.k_norm, mlp, mlp.activation)
     has_products = x.dtype == torch.float32 or (
         x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
     )

@@ -21,11 +21,11 @@ class Clock:
         """Start at zero."""
         self.progress = 0.0  # share of the training that is done, if `max_train_minutes` limits it
         self.seconds_before = 0.0  # of the parts that are resumed
-        self._share_of_first_step = 0.0  # which compiles; what follows the progress begins after it
+        self._begin: tuple[float, float] | None = None  # share of the time, and progress, after the first step
         self._start_time = time.perf_counter()
 
     def resume(self, state: TrainerState) -> None:
-        """Add the time that the log of a resumed run ends with."""
+        """Add the time that the log of a resumed run ends with; its share of the limit is the progress."""
         self.seconds_before = 60 * max((line.get("minutes", 0.0) for line in state.log_history), default=0.0)
         if self.args.max_train_minutes is not None:  # the first batch and the first rates ask for it
             self.progress = self._progress(self.seconds_before / 60 / self.args.max_train_minutes, state)
@@ -44,8 +44,8 @@ class Clock:
             shared = torch.tensor([share], device=self.args.device)
             torch.distributed.broadcast(shared, src=0)
             share = shared.item()
-        if state.global_step == 1:
-            self._share_of_first_step = min(share, 0.5)
+        if self._begin is None:  # the first step, which compiles, is no progress
+            self._begin = min(share, (1 + self.progress) / 2), self.progress
         self.progress = self._progress(share, state)
         if self.progress >= 1:  # as the stock Trainer does at the last step
             control.should_training_stop = True
@@ -53,8 +53,9 @@ class Clock:
             control.should_save |= self.args.save_strategy == SaveStrategy.STEPS
 
     def _progress(self, share_of_time: float, state: TrainerState) -> float:
-        first = self._share_of_first_step
-        return min(1.0, max((share_of_time - first) / (1 - first), state.global_step / state.max_steps))
+        share, done = self._begin or (0.0, 0.0)
+        by_time = done + (1 - done) * (share_of_time - share) / (1 - share)
+        return min(1.0, max(by_time, state.global_step / state.max_steps))
 
 
 class ProgressByTime(ProgressCallback):

@@ -1,5 +1,6 @@
 """An exponential moving average of the weights."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from ..errors import UserError
 
@@ -16,21 +16,20 @@ from ..errors import UserError
 TRAINED_WEIGHTS = "trained_weights.safetensors"
 
 
-class EMA(AveragedModel):
-    """torch's average of a model's weights over its training steps; it changes places with them on request.
+class EMA:
+    """An average of a model's weights over its training steps; it changes places with them on request.
 
     It is on their device; `steps` is the number of training steps in it already. The first step replaces it. Each
     further one multiplies it by `decay` and adds `1 - decay` times the new weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
-        super().__init__(model)
-        self.n_averaged.fill_(steps)
+        self.module, self.n_averaged = copy.deepcopy(model), steps
         self._decay, self._is_swapped = decay, False
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Add the weights after a step; torch's own way waits for the device."""
+        """Add the weights after a step; torch's `AveragedModel` would wait for the device."""
         averages, weights = ([parameter.data for parameter in one.parameters()] for one in (self.module, model))
         torch._foreach_lerp_(averages, weights, 1 - self._decay if self.n_averaged else 1.0)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):

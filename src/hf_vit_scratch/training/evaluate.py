@@ -144,9 +144,10 @@ def load_rows(
     args.data.data = own
     splits = DatasetDict() if loaded is None else loaded
     if not splits:
-        splits |= steps.load_data(args)
+        new = steps.load_data(args)
         if run is not None and not args.data.streaming:  # the images of a stream are not known
-            steps.check_images(run, begun, splits)
+            steps.check_images(run, begun, new)
+        splits |= new
     rows = splits[find_split(own, split or "test", splits)]
     if not isinstance(rows, Dataset):
         raise UserError(f"{own}: --split {split} is a stream of unknown length. Choose another split.")

@@ -17,7 +17,7 @@ from .recipe import FACTS, RECIPE, Recipe
 
 LOCK = "_lock"  # marks a folder as in use; a name that begins with "_" is never pushed
 
-# What a resumed run may change: none of it moves a weight.
+# What a resumed run may change: none of it moves a weight. Where an evaluation can, `resolve_checkpoint` refuses more.
 RESUMABLE = {
     "output_dir", "resume_from_checkpoint", "logging_steps", "logging_strategy", "report_to", "run_name",
     "disable_tqdm", "dataloader_persistent_workers", "dataloader_prefetch_factor",
