@@ -41,16 +41,22 @@ def test_progress_is_the_larger_share_of_time_and_steps(seconds, step, expected,
     assert clock.progress == pytest.approx(expected)
 
 
-def test_progress_begins_after_the_first_step_which_compiles(at):
+@pytest.mark.parametrize(
+    ("log", "compiled", "later", "before", "expected"),
+    [([], 124.0, 142.0, 0.0, 0.5), ([{"loss": 1.0, "minutes": 0.5}], 115.0, 122.5, 0.5, 0.75)],
+    ids=["new run", "resumed run"],
+)
+def test_first_step_which_compiles_is_no_progress(log, compiled, later, before, expected, at):
     clock = make_clock(minutes=1)
-    at(124.0)
-    clock.update(TrainerState(global_step=1, max_steps=1000), TrainerControl())
-    assert clock.progress == pytest.approx(0.001)
-    at(142.0)
+    clock.resume(TrainerState(log_history=log, global_step=0, max_steps=10**6))
+    at(compiled)
+    clock.update(TrainerState(global_step=1, max_steps=10**6), TrainerControl())
+    assert clock.progress == pytest.approx(before, abs=1e-5)
+    at(later)
 
-    clock.update(TrainerState(global_step=2, max_steps=1000), TrainerControl())
+    clock.update(TrainerState(global_step=2, max_steps=10**6), TrainerControl())
 
-    assert clock.progress == pytest.approx(0.5)
+    assert clock.progress == pytest.approx(expected)
 
 
 def test_training_ends_with_an_evaluation_when_the_time_is_over(at):
@@ -72,19 +78,6 @@ def test_time_and_steps_of_the_resumed_run_count(step, progress, at):
     at(115.0)
 
     assert clock.minutes == pytest.approx(0.75)
-
-
-def test_step_that_compiles_again_is_no_progress_of_a_resumed_run(at):
-    clock = make_clock(minutes=1)
-    clock.resume(TrainerState(log_history=[{"loss": 1.0, "minutes": 0.5}], global_step=10, max_steps=1000))
-    at(115.0)
-    clock.update(TrainerState(global_step=11, max_steps=1000), TrainerControl())
-    assert clock.progress == pytest.approx(0.5)
-    at(122.5)
-
-    clock.update(TrainerState(global_step=12, max_steps=1000), TrainerControl())
-
-    assert clock.progress == pytest.approx(0.75)
 
 
 def test_run_without_a_limit_is_not_ended(at):

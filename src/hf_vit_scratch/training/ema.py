@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..errors import UserError
 
@@ -31,7 +32,7 @@ class EMA:
     def update_parameters(self, model: nn.Module) -> None:
         """Add the weights after a step; torch's `AveragedModel` would wait for the device."""
         averages, weights = ([parameter.data for parameter in one.parameters()] for one in (self.module, model))
-        torch._foreach_lerp_(averages, weights, 1 - self._decay if self.n_averaged else 1.0)
+        get_ema_multi_avg_fn(self._decay if self.n_averaged else 0.0)(averages, weights, self.n_averaged)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
         self.n_averaged += 1
