@@ -384,6 +384,11 @@ def save_without_image_processor(folder):
     ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(folder)
 
 
+def save_grey(folder):
+    ViTScratchForImageClassification(ViTScratchConfig(**TINY | {"num_channels": 1})).save_pretrained(folder)
+    save_image_processor(folder)
+
+
 def save_truncated(folder):
     save_without_image_processor(folder)
     save_image_processor(folder)
@@ -406,9 +411,10 @@ def save_with_other_classes(folder):
         (save_with_other_classes, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
         (save_bert, r"cannot be loaded as an image classifier: .*BertConfig"),
         (save_without_image_processor, r"cannot be loaded as an image classifier: .*image processor"),
+        (save_grey, r"is for images of 1 channels, but every image is read as RGB\. Call it"),
         (save_truncated, r"cannot be loaded as an image classifier: .*deserializing header.*\(SafetensorError\)\."),
     ],
-    ids=["missing", "empty", "encoder", "other_classes", "bert", "no_image_processor", "truncated"],
+    ids=["missing", "empty", "encoder", "other_classes", "bert", "no_image_processor", "grey", "truncated"],
 )
 def test_folder_that_is_no_image_classifier_is_refused(save, message, mixed_images, tmp_path, capsys):
     folder = tmp_path / "theirs"

@@ -236,6 +236,13 @@ def test_model_that_is_nowhere_is_named(name, begin):
         begin("--model", name)
 
 
+def test_grey_model_is_refused(tmp_path, begin):
+    transformers_vit(tmp_path / "grey", num_channels=1)
+
+    with pytest.raises(UserError, match=r"grey is not for RGB pixels, or does not say how they are normalized\."):
+        begin("--model", str(tmp_path / "grey"))
+
+
 def test_sizes_are_the_models_and_passes_are_fewer(vit, class_folders, monkeypatch):
     monkeypatch.setattr(auto_config, "measure_speed", lambda *_: 1e6)
     args, recipe = parse_recipe(["your_images", "--data", str(class_folders), "--model", vit, "--use_cpu", "true"])
