@@ -24,9 +24,9 @@ from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.conversion.export import FILES, ImageScores, export, labels_and_type
 from hf_vit_scratch.conversion.export_proof import evaluate_scores, milliseconds, odd_images, prove, scores_of_export
 from hf_vit_scratch.conversion.export_proof import scores_of_pipeline as expected_scores
+from hf_vit_scratch.data import exported
 from hf_vit_scratch.data.images import decode_image
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.evaluation import exported
 from hf_vit_scratch.evaluation.metrics import summarize_logits
 
 NUMBERS = {"problem_type": "regression", "label_mean": [3.0] * 5, "label_scale": [2.0] * 5}

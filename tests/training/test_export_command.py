@@ -12,7 +12,7 @@ from test_train_script import SMALL, train
 
 import vit_scratch
 from hf_vit_scratch.conversion import export_proof
-from hf_vit_scratch.evaluation import exported
+from hf_vit_scratch.data import exported
 from hf_vit_scratch.training import export, steps
 from hf_vit_scratch.training.evaluate import load_rows
 from hf_vit_scratch.training.steps import load_data

@@ -16,8 +16,8 @@ from PIL import Image
 from scipy.special import logit
 from transformers import EvalPrediction, ImageClassificationPipeline
 
+from ..data.exported import read_image
 from ..data.targets import ProblemType
-from ..evaluation.exported import read_image
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, problem_type_of, summarize_logits
 from ..evaluation.predict import classes_by_number
 from ..speed.optimize import example_batch_for, optimize

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import datasets
 import joblib
@@ -22,9 +22,9 @@ from PIL import ExifTags, Image
 from PIL.Image import Resampling
 from torch import Tensor
 from transformers import ViTImageProcessor
-from transformers.image_utils import load_image
 
 from ..errors import UserError
+from .exported import to_rgb
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,6 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours comes before it
             source: Any = path if content is None else io.BytesIO(content)
             with Image.open(source) as image:
-                if image.format == "EPS":  # for which Pillow starts Ghostscript
-                    raise UserError("EPS is a program that draws")
                 if image.width * image.height > MAX_PIXELS:
                     raise UserError(f"{image.width}x{image.height} are more than {MAX_PIXELS / 1e6:g} million pixels")
                 yield image
@@ -118,23 +116,18 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
 
 
 def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = None) -> Image.Image:
-    """Decode an encoded image into upright RGB pixels, just as transformers' pipelines do.
+    """Decode an encoded image by `to_rgb`, a transparent color as transformers' image processors do.
 
     Where `enough` pixels on each side are sufficient, a larger image is reduced by a whole factor. A JPEG file is then
     decoded in a fraction of the time.
 
     Raises:
-        UserError: It cannot be decoded, or has grey values that 8 bits cannot hold: pipelines clip them.
+        UserError: It cannot be decoded, or `to_rgb` refuses it.
     """
     with open_image(row, name) as image:
-        if image.mode[0] in "IF":  # one channel of values that RGB cannot hold: Pillow clips them at 255
-            plain = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
-            low, high = cast(tuple[float, float], plain.getextrema())
-            if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):  # nor if they are no numbers
-                raise UserError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
         if enough is not None:
             image.draft(None, (enough, enough))  # without effect on other formats
-        image = load_image(image)
+        image = to_rgb(image)
         if "transparency" in image.info:  # a color of a palette, which image processors of today show as white
             as_bytes = ViTImageProcessor(do_convert_rgb=True, do_resize=False, do_rescale=False, do_normalize=False)
             image = Image.fromarray(np.moveaxis(np.asarray(as_bytes(image)["pixel_values"][0]), 0, -1))

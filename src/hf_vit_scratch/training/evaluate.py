@@ -27,13 +27,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..conversion.export import FILES, labels_and_type
 from ..conversion.export_proof import evaluate_scores, scores_of_export
+from ..data import exported
 from ..data.dataset import BatchTransform, ImageClassificationDataset
 from ..data.images import images_of, local_path
 from ..data.options import DataArguments
 from ..data.splits import absolute, count_learnt, find_split, load_split, with_names
 from ..data.targets import targets_of
 from ..errors import UserError, blame_the_files, blame_the_user
-from ..evaluation import exported
 from ..evaluation.figures import plot_report
 from ..evaluation.metrics import compute_metrics, summarize_logits
 from ..evaluation.predict import load_classifier, refuse_other_models

@@ -29,11 +29,11 @@ from PIL import Image
 
 from ..conversion.export import FILES, PACKAGES, export, labels_and_type, refuse_missing_packages
 from ..conversion.export_proof import BATCH, milliseconds, prove
+from ..data import exported
 from ..data.images import images_of, local_path
 from ..data.splits import with_names
 from ..data.targets import targets_of
 from ..errors import UserError
-from ..evaluation import exported
 from ..evaluation.model_card import describe_machine, results_of
 from ..evaluation.predict import load_classifier, refuse_other_models
 from .evaluate import load_rows, open_run, parser_of_runs

@@ -36,19 +36,27 @@ def load(model: Path) -> Callable[[np.ndarray], np.ndarray]:
     return lambda images: module(torch.from_numpy(images)).detach().numpy()
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an open image as upright RGB pixels, just as transformers' pipelines do.
+
+    Raises:
+        ValueError: It is an EPS file, or has grey values that 8 bits cannot hold: pipelines clip them.
+    """
+    if image.format == "EPS":  # for which Pillow starts Ghostscript
+        raise ValueError("EPS is a program that draws")
+    if image.mode[0] in "IF":  # one channel of values that RGB cannot hold: Pillow clips them at 255
+        plain: Any = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
+        low, high = plain.getextrema()
+        if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):  # also refuses NaN
+            raise ValueError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
 def read_image(file: Any) -> np.ndarray:
     """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
-    image: Image.Image = Image.open(file)
-    if image.format == "EPS":  # for which Pillow starts Ghostscript
-        image.close()
-        raise ValueError("EPS is a program that draws")
-    if image.mode[0] in "IF":  # one channel of values that RGB cannot hold
-        plain: Any = image if image.mode in ("I", "F") else image.convert("I")
-        low, high = plain.getextrema()
-        if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):
-            raise ValueError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
-    image = ImageOps.exif_transpose(image).convert("RGB")
-    if "transparency" in image.info:  # a color of a palette, which image processors show as white
+    with Image.open(file) as opened:
+        image = to_rgb(opened)
+    if "transparency" in image.info:  # a color of a palette, which image processors of today show as white
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
     return np.array(image)
 
