@@ -17,6 +17,7 @@ from optuna.samplers import GridSampler
 from peft import LoraConfig, PeftModel, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.data import TensorDataset
 from trackio.sqlite_storage import SQLiteStorage
 from transformers import AutoModelForImageClassification, TrainerCallback, ViTImageProcessor
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -24,8 +25,10 @@ from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
+from hf_vit_scratch.training.calibration import calibrate
 from hf_vit_scratch.training.checkpointing import damaged_files
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -260,6 +263,27 @@ def test_trackio_gets_the_log(tmp_path):
     assert losses in [[row["train/loss"] for row in rows if "train/loss" in row] for rows in runs]
 
 
+@pytest.mark.parametrize("several", [True, False], ids=["several", "none"])
+def test_model_without_one_dataset_of_validation_is_not_calibrated(several, digits, tmp_path):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    evaluated = {"a": digits[1], "b": digits[1]} if several else None
+
+    calibrate(ViTTrainer(model, arguments(tmp_path), train_dataset=digits[0], eval_dataset=evaluated))
+
+    assert model.config.temperature is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_balanced_sampling_needs_classes(digits, tmp_path):
+    model = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    pixels = TensorDataset(torch.zeros(2, 3, 8, 8))
+
+    trainer = ViTTrainer(model, arguments(tmp_path, balanced_sampling=True), train_dataset=pixels)
+
+    with pytest.raises(UserError, match=r"^balanced_sampling needs an ImageClassificationDataset with one class"):
+        trainer.train()
+
+
 class Losses(TrainerCallback):
     def __init__(self):
         self.found = []
@@ -294,6 +318,21 @@ def test_search_is_for_the_loss_by_default_and_leaves_whole_checkpoints(ema_deca
         assert damaged_files(tmp_path / folder / "checkpoint-4") == []
         saved = ViTScratchForImageClassification.from_pretrained(tmp_path / folder / "checkpoint-4")
         assert saved.config.hidden_size == 16
+
+
+def test_search_goes_on_after_a_rate_that_is_too_high(digits, tmp_path):
+    trainer = ViTTrainer(
+        model_init=lambda trial: ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10)),
+        args=arguments(tmp_path, max_steps=5, logging_steps=1), train_dataset=digits[0], eval_dataset=digits[1],
+    )  # fmt: skip
+
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e30, 3e-3])},
+        compute_objective=lambda metrics: metrics["eval_loss"], n_trials=2, backend="optuna",
+        sampler=GridSampler({"learning_rate": [1e30, 3e-3]}), direction="minimize", catch=(UserError,),
+    )  # fmt: skip
+
+    assert best.hyperparameters == {"learning_rate": 3e-3}
 
 
 def test_sigterm_ends_a_search(digits, tmp_path):

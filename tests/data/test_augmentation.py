@@ -185,6 +185,7 @@ def test_impossible_stages_are_refused(choice, message):
         ({"cutmix_alpha": float("inf")}, r"cutmix_alpha must be 0 or more, got inf"),
         ({"mixup_prob": 2.0}, r"mixup_prob must lie in \[0, 1\], got 2.0"),
         ({"label_smoothing": 1.0}, r"label_smoothing must lie in \[0, 1\), got 1.0"),
+        ({"class_weighting": "balanced"}, r"class_weighting balanced needs class_counts"),
     ],
 )
 def test_impossible_mixing_is_refused(choice, message):

@@ -154,7 +154,12 @@ def test_folder_of_parquet_files_with_brackets_is_refused(tmp_path):
 
 def test_fraction_that_leaves_too_little_is_refused(class_folders):
     with pytest.raises(UserError, match=r"the class '(flower|temple)' has too few images to cut .*: one is left"):
-        load_splits(str(class_folders), validation_fraction=0.99)
+        load_splits(str(class_folders), validation_fraction=0.89)
+
+
+def test_fractions_that_leave_nothing_are_refused(class_folders):
+    with pytest.raises(UserError, match=r": --validation_fraction and --test_fraction must add up to less than 1\."):
+        load_splits(str(class_folders), validation_fraction=0.5, test_fraction=0.5)
 
 
 @pytest.mark.parametrize("split", ["validation_split", "test_split"])

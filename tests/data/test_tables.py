@@ -373,6 +373,14 @@ def test_lists_of_named_classes_in_parquet_are_several_labels_per_image(tmp_path
     assert {tuple(row) for row in targets_of(rows).tolist()} == {(1, 0, 1), (0, 1, 0)}
 
 
+def test_row_without_a_list_of_labels_is_refused(photographs):
+    features = Features({"image": ImageFeature(), "label": List(ClassLabel(names=["a", "b", "c"]))})
+    rows = Dataset.from_dict({"image": photographs[:2], "label": [[0, 2], None]}, features=features)
+
+    with pytest.raises(UserError, match=r"^row 1 has no list of labels\. Without any, it needs an empty one\."):
+        targets_of(rows)
+
+
 def test_decimal_numbers_are_regression(folder):
     rows = label_rows(folder, angle=[number / 2 for number in range(20)])
 

@@ -411,7 +411,7 @@ def save_with_other_classes(folder):
         (save_with_other_classes, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
         (save_bert, r"cannot be loaded as an image classifier: .*BertConfig"),
         (save_without_image_processor, r"cannot be loaded as an image classifier: .*image processor"),
-        (save_grey, r"is for images of 1 channels, but every image is read as RGB\. Call it"),
+        (save_grey, r"is for images with num_channels 1, but every image is read as RGB\."),
         (save_truncated, r"cannot be loaded as an image classifier: .*deserializing header.*\(SafetensorError\)\."),
     ],
     ids=["missing", "empty", "encoder", "other_classes", "bert", "no_image_processor", "grey", "truncated"],

@@ -131,7 +131,8 @@ def test_greyscale_model_is_drawn(tmp_path, photographs):
     ViTScratchForImageClassification(config).save_pretrained(tmp_path)
     size = {"height": 16, "width": 24}
     ViTImageProcessor(size=size, image_mean=[0.5], image_std=[0.5]).save_pretrained(tmp_path)
-    image = inspect_image(load_classifier(str(tmp_path), "cpu"), photographs[0].convert("L"))
+    classifier = pipeline("image-classification", str(tmp_path), device="cpu")
+    image = inspect_image(classifier, photographs[0].convert("L"))
 
     assert pixels_of(draw_picture(image, Selection())).shape == (16, 24)
 

@@ -180,6 +180,16 @@ def test_mixing_and_policy_begin_later_unless_their_start_is_set(flags, starts, 
     assert (chosen["mixup_alpha"], chosen["cutmix_alpha"], chosen["auto_augment"]) == (0.8, 1.0, "trivialaugment")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "start"),
+    [("--auto_augment", "randaugment", "policy_start_fraction"), ("--mixup_alpha", "0.8", "mixing_start_fraction")],
+)
+def test_start_from_the_first_pass_is_recorded_for_a_resumed_run(flag, value, start, monkeypatch):
+    _, lines = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "20", flag, value)
+
+    assert f"{start} 0.0" in "".join(lines)
+
+
 def test_what_is_turned_off_does_not_begin_later(monkeypatch):
     flags = ["--mixup_alpha", "0", "--cutmix_alpha", "0", "--auto_augment", "none", "--random_erasing_prob", "0.2"]
     chosen, _ = length(2_000, 1e6, monkeypatch, "--num_train_epochs", "300", *flags)

@@ -57,6 +57,10 @@ def test_patience_can_be_added_on_resuming(trainer, tmp_path):
             {"early_stopping_patience": 3, "eval_strategy": "no", "load_best_model_at_end": False},
             r"^early_stopping_patience needs evaluations: give --eval_strategy steps or epoch\.",
         ),
+        (
+            {"early_stopping_patience": 3, "eval_strategy": "epoch", "eval_on_start": True},
+            r"^early_stopping_patience would count eval_on_start at each resumption\. Leave one out\.",
+        ),
     ],
 )
 def test_early_stopping_that_could_not_work_is_refused(options, message, tmp_path):

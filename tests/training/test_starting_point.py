@@ -239,7 +239,7 @@ def test_model_that_is_nowhere_is_named(name, begin):
 def test_grey_model_is_refused(tmp_path, begin):
     transformers_vit(tmp_path / "grey", num_channels=1)
 
-    with pytest.raises(UserError, match=r"grey is not for RGB pixels, or does not say how they are normalized\."):
+    with pytest.raises(UserError, match=r"grey is for images with num_channels 1, but every image is read as RGB\."):
         begin("--model", str(tmp_path / "grey"))
 
 

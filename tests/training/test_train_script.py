@@ -287,7 +287,7 @@ def test_saved_model_without_an_image_processor_is_refused(tmp_path):
     ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("data: digits\n")
-    with pytest.raises(UserError, match=r"model is not for RGB pixels, or does not say how they are normalized\."):
+    with pytest.raises(UserError, match=r"model does not say how RGB pixels are normalized\."):
         train.main([str(recipe), "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")])
 
 

@@ -183,6 +183,25 @@ def test_resumed_run_ends_as_the_uninterrupted_one(minutes, norm_first, tmp_path
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("loader", ["in this process", "stays"])
+def test_evaluations_and_workers_change_no_weight(loader, tmp_path, monkeypatch):
+    # Each iterator of a data loader draws a number, which must not be one of those that stochastic depth draws.
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True} if loader == "stays" else {}
+    if workers:
+        monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+
+    def train(eval_strategy, **options):
+        trainer = make_trainer(
+            tmp_path, {"drop_path_rate": 0.5}, mixed=True, eval_strategy=eval_strategy, eval_steps=2, **options
+        )
+        trainer.train()
+        return trainer.model.state_dict()
+
+    expected, actual = train("no"), train("steps", **workers)
+
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("name", [None, "checkpoint-3"])
 def test_run_is_resumed_whole_from_true_or_a_path(name, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3, "ema_decay": 0.9}
@@ -272,10 +291,12 @@ def test_rate_falls_when_the_metric_gets_no_better(metric, given, mode, tmp_path
     assert trainer.args.lr_scheduler_kwargs == {"mode": mode} | (given or {})
 
 
-def test_arguments_can_be_copied_with_a_change(tmp_path):
-    arguments = ViTTrainingArguments(str(tmp_path), learning_rate=0.5)
+@pytest.mark.parametrize("task", ["image-classification", "masked-image-modeling"])
+def test_arguments_can_be_copied_with_a_change(task, tmp_path):
+    arguments = ViTTrainingArguments(str(tmp_path), learning_rate=0.5, task=task)
     copy = dataclasses.replace(arguments, seed=7)
     assert (copy.seed, copy.learning_rate, copy.debug) == (7, 0.5, [])
+    assert dataclasses.replace(copy, task="image-classification").label_names is None
 
 
 def test_run_without_steps_is_refused(tmp_path):
@@ -436,6 +457,21 @@ def test_stop_within_an_epoch_saves_once_and_does_not_evaluate(tmp_path):
     assert not any("eval_loss" in logs for logs in trainer.state.log_history)
 
 
+def test_stop_at_an_evaluation_saves_also_where_only_the_best_model_is_saved(tmp_path):
+    trainer = make_trainer(
+        tmp_path, save_strategy="best", metric_for_best_model="earliness", eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=False,
+    )  # fmt: skip
+    trainer.add_callback(EarlierIsBetter())
+    trainer.add_callback(At(3, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
+
+    trainer.train()
+
+    assert find_checkpoint(True, tmp_path) == tmp_path / "checkpoint-4"
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [2, 4]
+    assert trainer.args.save_strategy == "best"
+
+
 def test_files_of_an_earlier_attempt_do_not_get_into_a_checkpoint(tmp_path):
     (tmp_path / "checkpoint-6").mkdir()
     (tmp_path / "checkpoint-6" / "trained_weights.safetensors").write_bytes(b"of a run with an average")
@@ -590,6 +626,7 @@ def test_images_are_not_dropped_as_unused_columns(tmp_path):
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches must stay true: the metrics are of all images"),
         ({"label_names": ["label"]}, "label_names must stay none: they follow from the task"),
         ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
+        ({"ignore_data_skip": True}, "ignore_data_skip must stay false: a resumed run goes on with the images"),
     ],
 )
 def test_option_that_would_not_do_what_it_says_is_refused(option, message, tmp_path):

@@ -11,6 +11,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..errors import UserError
 from .options import MixingArguments
 from .transforms import Numbers, SampleRNG, inside, to_device
 
@@ -31,7 +32,7 @@ class Mixup(MixingArguments):
             spreads has the weight of the image's own classes.
 
     Raises:
-        UserError: A value is out of its range.
+        UserError: A value is out of its range, or `class_weighting` lacks `class_counts`.
     """
 
     num_classes: int
@@ -43,7 +44,9 @@ class Mixup(MixingArguments):
         if not (self.mixup_alpha or self.cutmix_alpha):
             self.mixup_prob = 0.0
         self.class_weights: Tensor | None = None
-        if self.class_counts is not None and self.class_weighting == "balanced":
+        if self.class_weighting == "balanced":
+            if self.class_counts is None:
+                raise UserError("class_weighting balanced needs class_counts, the training images of each class.")
             counts = torch.from_numpy(self.class_counts)
             self.class_weights = (counts.sum() / (counts > 0).sum() / counts.clamp(min=1)).float()
 

@@ -54,7 +54,9 @@ def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
     if not hasattr(feature, "feature"):
         return np.array(labels, np.int64)
     targets = np.zeros((len(labels), len(feature.feature.names)), np.int8)
-    for target, ids in zip(targets, labels, strict=True):
+    for row, (target, ids) in enumerate(zip(targets, labels, strict=True)):
+        if ids is None:
+            raise UserError(f"row {row} has no list of labels. Without any, it needs an empty one.")
         target[ids] = 1
     return targets
 

@@ -117,9 +117,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     if wrong:  # transformers has filled them with random numbers
         raise UserError(f"{model} is no {kind}: its {wrong[0]} is missing or of another shape.")
     if (channels := getattr(loaded.config, "num_channels", 3)) != 3:
-        raise UserError(
-            f"{model} is for images of {channels} channels, but every image is read as RGB. Call it in Python."
-        )
+        raise UserError(f"{model} is for images with num_channels {channels}, but every image is read as RGB.")
     return pipeline(cast(Any, task), model=loaded, image_processor=image_processor, device=device)
 
 

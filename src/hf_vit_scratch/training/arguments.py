@@ -20,6 +20,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "remove_unused_columns": (False, "it would look for columns in batches"),
     "train_sampling_strategy": ("random", "the order of the images follows from the seed"),
     "prediction_loss_only": (False, "the report needs the answers"),
+    "ignore_data_skip": (False, "a resumed run goes on with the images that are left"),
     "eval_do_concat_batches": (True, "the metrics are of all images together"),
     "label_names": (None, "they follow from the task"),
     "enable_jit_checkpoint": (False, "SIGTERM saves a checkpoint anyway"),
@@ -28,6 +29,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
     "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
 }
+MASKED_LABELS = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
+IN_A_COPY = {"debug": [], "label_names": MASKED_LABELS}  # what becomes of the values above
 
 
 @dataclass
@@ -149,7 +152,7 @@ class ViTTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
             given = getattr(self, name)
-            if given != value and (name, given) != ("debug", []):  # what the stock class makes of it, for a copy
+            if given != value and given != IN_A_COPY.get(name, value):
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
@@ -157,13 +160,14 @@ class ViTTrainingArguments(TrainingArguments):
             self.greater_is_better = False
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
-            self.label_names = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
-            self.prediction_loss_only = True
+        self.label_names = MASKED_LABELS if self.task == "masked-image-modeling" else None
         check_ranges(self)
         if self.target_accuracy is not None and not self.calibrate:
             raise UserError("target_accuracy needs calibrate, which is false. Leave one of them out.")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise UserError("early_stopping_patience needs evaluations: give --eval_strategy steps or epoch.")
+        if self.early_stopping_patience is not None and self.eval_on_start:
+            raise UserError("early_stopping_patience would count eval_on_start at each resumption. Leave one out.")
         if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
             self.disable_tqdm = True  # in a file, each step of a bar would be a line
         if not torch.accelerator.is_available():

@@ -142,8 +142,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     seen = f"{passes:.0f} passes over the same images"
     reason = f"{seen}; from {PASSES_FOR_POLICY} on, a policy"
     choose(reason, auto_augment="trivialaugment" if changes else "none")
-    if changes and args.augmentation.auto_augment != "none":
-        choose(reason, policy_start_fraction=POLICY_START)
+    if args.augmentation.auto_augment != "none":  # 0.0 is recorded, too: a resumed run must not choose anew
+        choose(reason, policy_start_fraction=POLICY_START if changes else 0.0)
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(visited / images_per_step)
     unchanged = min(0.1, UNCHANGED_STEPS / steps)
@@ -154,8 +154,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         seen = f"{seen}; from {PASSES_TO_MIX} on, mixing"
         choose(seen, mixup_alpha=0.8 if mixes else 0.0, cutmix_alpha=1.0 if mixes else 0.0)
         if args.mixing.mixup_alpha or args.mixing.cutmix_alpha:
-            if mixes:
-                choose(seen, mixing_start_fraction=MIXING_START)
+            choose(seen, mixing_start_fraction=MIXING_START if mixes else 0.0)
             choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")

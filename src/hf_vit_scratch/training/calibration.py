@@ -26,8 +26,9 @@ def calibrate(trainer: ViTTrainer) -> None:
     scores, too, and no answer changes. Other models, and those that are spread over devices, stay as they are.
     """
     model, train, seed = cast(Any, trainer.model), cast(Any, trainer.train_dataset), trainer.args.seed
+    has_images = all(isinstance(part, ImageClassificationDataset) for part in (train, trainer.eval_dataset))
     is_classifier = isinstance(model, ViTScratchForImageClassification)
-    if not is_classifier or not isinstance(train, ImageClassificationDataset) or train.labels.ndim > 1:
+    if not is_classifier or not has_images or train.labels.ndim > 1:
         return
     if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return

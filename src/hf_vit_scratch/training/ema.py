@@ -1,6 +1,7 @@
 """An exponential moving average of the weights."""
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import TrainerState
 
 from ..errors import UserError
 
+logger = logging.getLogger(__name__)
+
+SLOW = 0.1  # warn if the first weights keep a larger share of the final average
 # In a checkpoint, beside model.safetensors, which holds the average.
 TRAINED_WEIGHTS = "trained_weights.safetensors"
 
@@ -38,7 +43,7 @@ class EMA:
         self.n_averaged += 1
 
     @classmethod
-    def start(cls, model: nn.Module, decay: float | None, steps: int, checkpoint: Path | None) -> Self | None:
+    def start(cls, model: nn.Module, decay: float | None, state: TrainerState, checkpoint: Path | None) -> Self | None:
         """Begin an average, or go on with that of a checkpoint; return `None` without a decay.
 
         From a checkpoint, the model holds the average. It gets the weights that were trained.
@@ -51,7 +56,12 @@ class EMA:
             )
         if decay is None:
             return None
-        ema = cls(model, decay, steps)
+        if decay**state.max_steps > SLOW:
+            logger.warning(
+                "ema_decay %g is too slow for %d steps: the model stays near its first weights. Try 0.99 for 1,000 "
+                "steps, or 0.999 for 10,000.", decay, state.max_steps,
+            )  # fmt: skip
+        ema = cls(model, decay, state.global_step)
         if checkpoint is not None:
             model.load_state_dict(load_file(checkpoint / TRAINED_WEIGHTS))
         return ema

@@ -37,10 +37,12 @@ def load_starting_model(args: Arguments) -> LoadedModel | None:
     except UserError as error:
         sizes = f" A new model is named by its size, such as S/16 (sizes {', '.join(VARIANTS)}, then the patch size)."
         raise UserError(f"--model: {error}{'' if Path(name).exists() else sizes}") from error
-    if start.image_processor is None or start.model.config.num_channels != 3:
+    if (channels := start.model.config.num_channels) != 3:
+        raise UserError(f"--model {name} is for images with num_channels {channels}, but every image is read as RGB.")
+    if start.image_processor is None:
         raise UserError(
-            f"--model {name} is not for RGB pixels, or does not say how they are normalized. Save a ViTImageProcessor "
-            "with image_mean and image_std in the model's folder; `vit-scratch convert` makes one of a weights file."
+            f"--model {name} does not say how RGB pixels are normalized. Save a ViTImageProcessor with image_mean and "
+            "image_std in the model's folder; `vit-scratch convert` makes a folder of a weights file."
         )
     height, width = start.model.config.image_height_width
     args.model.image_size = args.model.image_size or ([height] if height == width else [height, width])

@@ -24,7 +24,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -50,8 +50,6 @@ from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
 
-SLOW_EMA = 0.1  # warn if the initial weights keep a larger share of the final average
-
 
 class _Hooks(TrainerCallback):
     """The work of `ViTTrainer` at the Trainer's events, in the order that it needs within each."""
@@ -73,18 +71,12 @@ class _Hooks(TrainerCallback):
         if optimized is not None and optimized.model is not trainer.model:  # `model_init` made another
             trainer.optimization = trainer.optimize_model(optimized.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
-            skipped = 0 if args.ignore_data_skip else state.global_step  # steps whose batches the stock Trainer drops
-            trainer.train_dataset.first_batch = skipped * args.gradient_accumulation_steps
+            trainer.train_dataset.first_batch = state.global_step * args.gradient_accumulation_steps
         if state.best_global_step and not (state.best_model_checkpoint and Path(state.best_model_checkpoint).is_dir()):
             # The folder of the run was moved.
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best.is_dir() else None
-        if args.ema_decay is not None and args.ema_decay**state.max_steps > SLOW_EMA:
-            logger.warning(
-                "ema_decay %g is too slow for %d steps: the model stays near its first weights. Try 0.99 for 1,000 "
-                "steps, or 0.999 for 10,000.", args.ema_decay, state.max_steps,
-            )  # fmt: skip
-        trainer.ema = EMA.start(trainer.model, args.ema_decay, state.global_step, trainer.resumed_checkpoint)
+        trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
@@ -104,6 +96,7 @@ class _Hooks(TrainerCallback):
         trainer.clock.update(state, control)
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
+            args.save_strategy = SaveStrategy.STEPS  # under "best", an evaluation takes `should_save` back
         # Log first, so that `LossWatch` sees a loss that is not finite before it is evaluated or saved.
         control.should_log |= control.should_evaluate or control.should_save
 
@@ -219,6 +212,7 @@ class ViTTrainer(Trainer):
         keep_freed_memory()
         # The stock Trainer would delete old checkpoints before the new one is complete. `close_checkpoint` waits.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
+        save_strategy = self.args.save_strategy
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
@@ -233,7 +227,7 @@ class ViTTrainer(Trainer):
             last = describe_last_checkpoint(self.args.output_dir)
             raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
         finally:
-            self.args.save_total_limit = self._save_total_limit
+            self.args.save_total_limit, self.args.save_strategy = self._save_total_limit, save_strategy
             if self.ema is not None:
                 self.ema.swap(self.model)
             self.ema, self._images_in_step = None, 0
@@ -301,13 +295,19 @@ class ViTTrainer(Trainer):
         try:
             if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
                 # Worker processes would have nothing to do, and what is on the device cannot be pinned.
-                options = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
-                return self.accelerator.prepare(
-                    DataLoader(dataset, batch_size, collate_fn=self.data_collator, **options)
+                rest = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
+                loader = self.accelerator.prepare(
+                    DataLoader(dataset, batch_size, collate_fn=self.data_collator, **rest)
                 )
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs)
+            else:
+                args = (batch_size, sampler_fn, is_training, *args)
+                loader = super()._get_dataloader(dataset, description, *args, **kwargs)
         finally:
             self.args.dataloader_drop_last = drop_last
+        if isinstance(dataset, ImageClassificationDataset) or not is_training:
+            # Each iterator draws a seed. From torch's own generator, it would shift the numbers of stochastic depth.
+            getattr(loader, "base_dataloader", loader).generator = torch.Generator()
+        return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Decoded images become the model's inputs on its device, by the transform of the dataset that they come from.
@@ -319,10 +319,12 @@ class ViTTrainer(Trainer):
         return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(dataset, ImageClassificationDataset):
+        args, dataset = self.args, cast(Any, self.train_dataset if train_dataset is None else train_dataset)
+        is_ours = isinstance(dataset, ImageClassificationDataset)
+        if args.balanced_sampling and not (is_ours and dataset.labels.ndim == 1):
+            raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
+        if not is_ours:
             return super()._get_train_sampler(train_dataset)
-        args = self.args
         batch_size = self._train_batch_size * args.world_size
         batches = len(dataset) // batch_size if args.dataloader_drop_last else math.ceil(len(dataset) / batch_size)
         steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
