@@ -158,7 +158,7 @@ def test_fraction_that_leaves_too_little_is_refused(class_folders):
 
 
 def test_fractions_that_leave_nothing_are_refused(class_folders):
-    with pytest.raises(UserError, match=r": --validation_fraction and --test_fraction must add up to less than 1\."):
+    with pytest.raises(UserError, match=r"--test_fraction must add up to less than 1, got 1: no training image"):
         load_splits(str(class_folders), validation_fraction=0.5, test_fraction=0.5)
 
 

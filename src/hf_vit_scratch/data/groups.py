@@ -158,8 +158,9 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
                 f"{args.data}: a stream cannot be cut, so it needs a validation split. Choose one with "
                 "--validation_split."
             )
-    if sum(fraction for name, fraction in fractions.items() if name not in splits) >= 1:
-        raise UserError(f"{args.data}: --validation_fraction and --test_fraction must add up to less than 1.")
+    if (cut := sum(fraction for name, fraction in fractions.items() if name not in splits)) >= 1:
+        what = "--validation_fraction and --test_fraction must add up to less than 1"
+        raise UserError(f"{args.data}: {what}, got {cut:g}: no training image would be left. Give smaller ones.")
     rows = splits[source]
     counts, groups = np.bincount(_strata(rows)), np.arange(len(rows)) if groups is None else groups
     for name, fraction in fractions.items():
