@@ -167,8 +167,8 @@ def test_without_choices_all_of_training_is_one_stage():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"initial_image_size": (8, 8)}, r"initial_image_size and initial_image_size_fraction need each other"),
-        ({"initial_image_size_fraction": 0.5}, r"initial_image_size and initial_image_size_fraction need each other"),
+        ({"initial_image_size": (8, 8)}, r"Give both initial_image_size and initial_image_size_fraction"),
+        ({"initial_image_size_fraction": 0.5}, r"Give both initial_image_size and initial_image_size_fraction"),
         ({"augmentation_off_fraction": 1.1}, r"augmentation_off_fraction must lie in \[0, 1\], got 1.1"),
         ({"mixing_start_fraction": -0.1}, r"mixing_start_fraction must lie in \[0, 1\], got -0.1"),
     ],

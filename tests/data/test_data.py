@@ -294,7 +294,7 @@ def test_empty_folder_is_refused(tmp_path):
 def test_images_without_class_folders_are_refused(tmp_path, photographs):
     photographs[0].save(tmp_path / "1.jpg")
 
-    message = rf"no class folder holds its images \(1\)\. If {tmp_path.name} is a class, give the folder above\."
+    message = rf"none of its 1 images is in a class folder\. If {tmp_path.name} is one, give the folder above\."
     with pytest.raises(UserError, match=message + " The"):
         load_splits(str(tmp_path))
     (tmp_path / "labels.csv").write_text("photo,kind\n1.jpg,cat\n")
@@ -307,7 +307,7 @@ def test_single_class_is_refused(class_folders):
         file.unlink()
     (class_folders / "temple").rmdir()
 
-    with pytest.raises(UserError, match=r"there is one class, \['flower'\]; a classifier needs at least two"):
+    with pytest.raises(UserError, match=r"there is only one class, \['flower'\], but a classifier needs two"):
         load_splits(str(class_folders))
 
 
@@ -321,6 +321,20 @@ def test_splits_of_unknown_names_are_not_taken_for_classes(tmp_path, photographs
         UserError, match=r"hold folders, not images\. If they are splits, name them train, val and test"
     ):
         load_splits(str(tmp_path))
+
+
+def test_folder_around_the_class_folders_is_named(class_folders):
+    with pytest.raises(
+        UserError, match=rf"If the folders in {class_folders.name} are the classes, give .*{class_folders}\."
+    ):
+        load_splits(str(class_folders.parent))
+
+
+def test_link_to_a_class_folder_is_no_second_class(class_folders):
+    (class_folders / "blossom").symlink_to(class_folders / "flower")
+    with pytest.raises(UserError, match=r"blossom leads to .*flower\. If this is intended, add --follow_links true"):
+        load_splits(str(class_folders))
+    assert len(load_splits(str(class_folders), follow_links=True)["train"].features["label"].names) == 3
 
 
 @pytest.mark.parametrize("choices", [{}, {"group_by": "1"}], ids=str)
@@ -528,7 +542,7 @@ def test_links_to_folders_are_followed_once_where_asked(class_folders, tmp_path)
     (class_folders / "flower").mkdir()
     (class_folders / "flower" / "more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "up").symlink_to(class_folders / "flower")
-    with pytest.raises(UserError, match=r"flower/more leads to .*elsewhere\. If that is meant, give --follow_links"):
+    with pytest.raises(UserError, match=r"flower/more leads to .*elsewhere\. If this is intended, add --follow_links"):
         load_splits(str(class_folders))
     assert sum(map(len, load_splits(str(class_folders), follow_links=True).values())) == 24
 
@@ -710,9 +724,9 @@ def test_plain_index_gives_an_image_as_in_evaluation(image_processor, photograph
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"do_center_crop": True, "crop_size": 16}, "than training, .* do: do_center_crop True"),
-        ({"do_resize": False}, "than training, .* do: size "),
-        ({"size": {"shortest_edge": 16}}, "than training, .* do: size "),
+        ({"do_center_crop": True, "crop_size": 16}, "this image processor has do_center_crop True"),
+        ({"do_resize": False}, "this image processor has size "),
+        ({"size": {"shortest_edge": 16}}, "this image processor has size "),
     ],
 )
 def test_image_processor_that_does_more_than_resize_is_refused(options, message, photographs):

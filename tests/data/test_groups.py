@@ -219,8 +219,11 @@ def test_groups_come_from_a_folder_an_expression_or_a_column(tmp_path, by):
     ("by", "message"),
     [
         ("([", r"group_by must be a column, a number or a regular expression, got '\(\['"),
-        ("99", r"every image needs a group, but group_by '99' is no column, and finds none in the path '.*00\.jpg'"),
-        ("patient", r"every image needs a group, but group_by 'patient' is no column"),
+        (
+            "99",
+            r"every image needs a group, but group_by '99' is not a column, and finds none in the path '.*00\.jpg'",
+        ),
+        ("patient", r"every image needs a group, but group_by 'patient' is not a column"),
     ],
 )
 def test_groups_that_cannot_be_found_are_refused(class_folders, by, message):

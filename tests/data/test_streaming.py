@@ -367,7 +367,7 @@ def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys
                          "--output_dir", str(tmp_path / "run")])  # fmt: skip
 
     (speed,) = re.findall(
-        r"loading alone (\d+) images/s, the model alone (\d+): the bound is (\w+)", capsys.readouterr().out
+        r"loading alone (\d+) images/s, the model alone (\d+): (\w+) limits the speed", capsys.readouterr().out
     )
     assert report["bound"] == speed[2] == ("computing" if int(speed[1]) < int(speed[0]) else "loading")
 
@@ -382,7 +382,7 @@ def test_speed_of_a_stream_can_be_measured(folder, tmp_path, monkeypatch, capsys
         (["--max_steps", "5", "--near_duplicates", "drop"], r"A stream is not searched for near duplicates"),
         (
             ["--max_steps", "5", "--eval_strategy", "epoch"],
-            r"a stream has no epochs: --streaming needs --eval_strategy",
+            r"A stream has no epochs\. Give --eval_strategy no, or steps with --eval_steps",
         ),
     ],
 )

@@ -196,6 +196,15 @@ def test_classes_that_look_like_several_labels_are_pointed_out(folder, names):
     assert problem is None or "If each image can have several, give --label_separator ';'." in problem
 
 
+def test_class_that_looks_like_several_labels_is_the_one_that_is_named(folder):
+    names = ["cat;day", "cat;night", "dog;day", "dog;night", "unknown"]
+    table = write_table(folder / "tags.csv", tags=[names[n % 5] for n in range(20)])
+
+    problem = joined_labels(load_splits(str(table), label_column=["tags"], near_duplicates="ignore")["train"])
+
+    assert problem.startswith("'cat;day' is one class, though it looks like several labels.")
+
+
 @pytest.mark.parametrize(
     "name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv", "labels.parquet"]
 )
@@ -265,7 +274,9 @@ def test_column_called_image_can_be_the_group(folder):
 def test_whole_numbers_for_a_model_of_numbers_need_a_decimal_point(folder):
     rows = load_splits(str(write_table(folder / "ages.csv", age=[n % 2 for n in range(20)])), label_column=["age"])
 
-    with pytest.raises(UserError, match=r"those of regression, .* Write them with a decimal point, such as 3\.0\."):
+    with pytest.raises(
+        UserError, match=r"was trained for regression, .* Write them with a decimal point, such as 3\.0\."
+    ):
         with_names("ages", rows["train"], ["age"], "regression")
 
 
@@ -424,9 +435,57 @@ def refused(folder, match, names=NAMES, suffix=".csv", label_column=None, **colu
 LABELS = ["cat", "dog"] * 10
 
 
-def test_files_that_are_missing_are_counted(folder):
+@pytest.mark.parametrize("columns", [{}, {"split": ["train", "val", "test", "train"] * 5}])
+def test_files_that_are_missing_are_counted(columns, folder):
     (folder / NAMES[3]).unlink()
-    refused(folder, r"labels\.csv: 1 of its 20 image files are missing; the first is .*cat/03\.png", label=LABELS)
+    message = r"labels\.csv: 1 of its 20 image files are missing; the first is .*cat/03\.png"
+    refused(folder, message, label=LABELS, **columns)
+
+
+def test_cells_without_a_column_are_refused(folder):
+    refused(
+        folder,
+        r"labels\.csv cannot be read as a table.*does not match length of data",
+        label=[f"{name},night" for name in LABELS],
+    )
+
+
+def test_table_of_paths_alone_may_have_any_order(folder):
+    table = write_table(folder / "paths.csv", NAMES[::-1], nothing=[""] * 20)
+    table.write_text("\n".join(["file_name", *NAMES[::-1]]))
+
+    splits = load_splits(str(table), labelled=False)
+
+    assert sum(map(len, splits.values())) == 20
+    with pytest.raises(UserError, match=r"no column is called label"):
+        load_splits(str(table))
+
+
+def test_column_of_classes_beside_a_column_called_label_is_a_question(folder):
+    rows = [{"image": str(folder / name), "label": name[:3], "fold": n % 2} for n, name in enumerate(NAMES)]
+    features = Features({"image": ImageFeature(), "label": Value("string"), "fold": ClassLabel(names=["a", "b"])})
+    Dataset.from_list(rows, features=features).to_parquet(folder.parent / "rows.parquet")
+
+    with pytest.raises(UserError, match=r"fold and label may hold the labels\. Choose one of"):
+        load_splits(str(folder.parent / "rows.parquet"))
+    splits = load_splits(str(folder.parent / "rows.parquet"), label_column=["label"])
+    assert label_names(splits["train"].features["label"]) == ["cat", "dog"]
+
+
+def test_column_of_labels_that_is_empty_is_refused(folder):
+    table = write_table(folder / "labels.csv", kind=[""] * 20, name=LABELS)
+    with pytest.raises(UserError, match=r"no row of train has a label\. Fill the column, or choose another"):
+        load_splits(str(table), label_column=["kind"])
+
+
+def test_split_without_tags_is_not_labelled(folder, caplog):
+    split = ["test" if n % 5 == 4 else "train" for n in range(20)]
+    tags = ["" if split[n] == "test" else "cat;night" if n % 2 else "dog" for n in range(20)]
+    table = write_table(folder / "tags.csv", tags=tags, split=split)
+
+    load_splits(str(table), label_column=["tags"], label_separator=";")
+
+    assert "the split 'test' has no labels and is not used." in caplog.text
 
 
 @pytest.mark.parametrize("typo", ["trian", "lables.csv"])
@@ -532,7 +591,7 @@ def test_rows_without_a_label_are_refused(folder, labels):
 
 
 def test_number_that_is_not_finite_is_named(folder):
-    refused(folder, r"1 rows of train have a label that is no finite number; the first is .*\.png with ", label=[
+    refused(folder, r"1 rows of train have a label that is not a finite number; the first is .*\.png with ", label=[
         "inf" if number == 4 else f"{number}.5" for number in range(20)
     ])  # fmt: skip
 

@@ -66,7 +66,7 @@ def training_stages(
     """
     args = AugmentationArguments(**choices)
     if (args.initial_image_size is None) != (args.initial_image_size_fraction == 0):
-        raise UserError("initial_image_size and initial_image_size_fraction need each other.")
+        raise UserError("Give both initial_image_size and initial_image_size_fraction, or neither.")
     first_size: Any = tuple(((args.initial_image_size or image_size) * 2)[:2])
     grows, mixes, changes, ends = starts = (
         args.initial_image_size_fraction, args.mixing_start_fraction, args.policy_start_fraction,

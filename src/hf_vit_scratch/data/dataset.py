@@ -50,13 +50,13 @@ TRANSFORM_DEVICES = ("cpu", "cuda")
 class BatchTransform:
     """Turn images into the model's inputs.
 
-    Datasets call `decode` and `crop`, perhaps in worker processes. A call does the rest to a whole batch, on its
-    device: augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
+    Datasets call `decode` and `to_stage_size`, perhaps in worker processes. A call does the rest to a whole batch, on
+    its device: augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
 
     Args:
         image_processor: Resizes and normalizes.
-        stages: Augmentation of each stage of training; `None` for a stage without augmentation and mixing.
-        mixing: Makes the targets of training. `Augmentation.mixes` says whether a stage mixes.
+        stages: Augmentation of each stage of training; `None` if its images are neither changed nor mixed.
+        mixing: Makes the targets of training in all stages. `Augmentation.mixes` says whether one mixes images.
         seed: Seed of augmentation and mixing.
 
     Raises:
@@ -81,7 +81,7 @@ class BatchTransform:
 
     def kept_size(self) -> tuple[int, int]:
         """Return the height and width of images that are kept: the largest, or more if parts are cut from them."""
-        crops = any(stage is not None and stage.random_resized_crop_scale for stage in self.stages)
+        crops = any(augmentation.random_resized_crop_scale for augmentation in filter(None, self.stages))
         sizes = [self.image_size(stage) for stage in (None, *range(len(self.stages)))]
         height, width = (max(lengths) for lengths in zip(*sizes, strict=True))
         return (round(CROP_MARGIN * height), round(CROP_MARGIN * width)) if crops else (height, width)
@@ -89,7 +89,7 @@ class BatchTransform:
     @property
     def enough(self) -> int | None:
         """Pixels per side to which `decode_image` may reduce a large image."""
-        # Without augmentation the pixels must be exactly those of a pipeline.
+        # Without augmentation the pixels must be exactly those of transformers' pipeline.
         return 2 * max(self.kept_size()) if any(self.stages) else None
 
     def decode(self, encoded: dict[str, Any] | None, name: str) -> Tensor:
@@ -101,7 +101,7 @@ class BatchTransform:
         new = SizeDict(height=size[0], width=size[1])
         return self.image_processor.resize(images, new, resample=self.image_processor.resample)
 
-    def crop(self, images: Tensor, keys: NDArray[np.uint64], stage: int | None) -> Tensor:
+    def to_stage_size(self, images: Tensor, keys: NDArray[np.uint64], stage: int | None) -> Tensor:
         """Bring decoded images to the size of a stage, by a random resized crop or whole: uint8 (B, 3, ...)."""
         augmentation = None if stage is None else self.stages[stage]
         scale = None if augmentation is None else augmentation.random_resized_crop_scale
@@ -110,7 +110,7 @@ class BatchTransform:
         return random_resized_crop(images, self.rng(keys, "cropping"), self.image_size(stage), scale)
 
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
-        """Return one generator per image, seeded by `seed`, its key (epoch, row) in `keys`, and the purpose."""
+        """Return one generator per image, seeded by `seed`, its two numbers in `keys`, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
@@ -129,6 +129,7 @@ class BatchTransform:
         keys, stage = batch.pop("keys"), batch.pop("stage")
         device = batch["pixel_values"].device
         images = batch["pixel_values"].to(device if device.type in TRANSFORM_DEVICES else "cpu")
+        # Without a stage it is evaluation. A stage of training without augmentation smooths and weights labels, too.
         augmentation = None if stage is None else self.stages[stage]
         if augmentation is not None:
             images = augmentation(images, self.rng(keys, "augmentation"))
@@ -179,7 +180,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return own or (height, width)
 
     def keep_decoded(self, device: torch.device) -> bool:
-        """Decode all images once and keep them, if they fit; return whether they are in memory.
+        """Decode all images once and keep them in memory or in a file, if they fit; return whether it is memory.
 
         They fit if they take up at most `DECODED_BYTES_KEPT`. They are then kept on the device of the first call, or
         on the CPU if it has no room. More are kept in a file, if `cache_images` is set. An image that cannot be
@@ -188,9 +189,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         if self._is_in_memory is None:
             height, width = self._kept_size()
             shape = (len(self), height, width, 3)
-            self._is_in_memory = math.prod(shape) <= DECODED_BYTES_KEPT
+            fits = math.prod(shape) <= DECODED_BYTES_KEPT
             how = "decoded again for each batch"
-            if self._is_in_memory:
+            if fits:
                 images = torch.empty(shape, dtype=torch.uint8)
                 self._decode_into(images)
                 if device.type in TRANSFORM_DEVICES:
@@ -204,6 +205,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             if self.batch_transform.stages:  # log the training images only
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, how)
+            self._is_in_memory = fits  # not before: an image that cannot be decoded is one in the next call, too
         return self._is_in_memory
 
     def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
@@ -252,30 +254,29 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, items: Sequence[int | Sample]) -> dict[str, Any]:
         """Return the batch of these rows, as a data loader asks for it."""
-        if get_worker_info() is not None:  # the stock Trainer sets `worker_init_fn` itself
+        if get_worker_info() is not None:  # not by `worker_init_fn`, which the stock Trainer sets
             set_up_worker_process()
-        rows = range(len(self))  # which knows negative numbers, and those that are out of range
-        samples = [item if isinstance(item, Sample) else Sample(epoch=0, stage=None, row=rows[item]) for item in items]
+        places = range(len(self))  # which knows negative numbers, and those that are out of range
+        samples = [item if isinstance(item, Sample) else Sample(0, stage=None, row=places[item]) for item in items]
         indices = [sample.row for sample in samples]
-        labels = self.labels[indices]
         keys = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
         stage = samples[0].stage if self.batch_transform.stages else None  # one for the whole batch
         if self._kept is not None:
-            images = self.batch_transform.crop(_read(self._kept, indices), keys, stage).contiguous()
+            images = self.batch_transform.to_stage_size(_read(self._kept, indices), keys, stage).contiguous()
         else:
             pairs = zip(self.rows[indices]["image"], keys, strict=True)
             images = torch.cat([self._decode_and_crop(encoded, key, stage) for encoded, key in pairs])
-        labels = labels.to(images.device, non_blocking=True)
+        labels = self.labels[indices].to(images.device, non_blocking=True)
         return {"pixel_values": images, "labels": labels, "keys": keys, "stage": stage}
 
     def _decode_and_crop(self, encoded: dict[str, Any] | None, key: NDArray[np.uint64], stage: int | None) -> Tensor:
         image = self.batch_transform.decode(encoded, f"image {key[1]}")
-        return self.batch_transform.crop(image[None], key[None], stage)
+        return self.batch_transform.to_stage_size(image[None], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
-        """Return up to `size` random images as the model's inputs, with training targets.
+        """Return up to `size` random images as the model's inputs, in a stage or, for `None`, in evaluation.
 
-        By default, they are in the last stage, which has no augmentation in `training_stages`.
+        By default, it is the last stage, which has no augmentation in `training_stages`.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
@@ -290,7 +291,7 @@ def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
 
 
 def _identity(encoded: dict[str, Any] | None) -> bytes:
-    """Return what changes when an encoded image changes."""
+    """Return bytes that differ if an encoded image does."""
     if encoded is None:
         return b""  # decoding raises the error
     if encoded["bytes"] is not None:

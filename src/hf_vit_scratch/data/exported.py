@@ -43,7 +43,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         ValueError: It is an EPS file, or has grey values that 8 bits cannot hold: pipelines clip them.
     """
     if image.format == "EPS":  # for which Pillow starts Ghostscript
-        raise ValueError("EPS is a program that draws")
+        raise ValueError("EPS files are not supported")
     if image.mode[0] in "IF":  # one channel of values that RGB cannot hold: Pillow clips them at 255
         plain: Any = image if image.mode in ("I", "F") else image.convert("I")  # Pillow knows no extrema of I;16B
         low, high = plain.getextrema()
@@ -69,7 +69,7 @@ if __name__ == "__main__":
         sys.exit()
     missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
     if len(sys.argv) == 1 or missing:
-        sys.exit("\n".join(f"{path} is no file." for path in missing) or __doc__)
+        sys.exit("\n".join(f"{path} is not a file." for path in missing) or __doc__)
     scores_of, exit_code = load(folder / facts["model"]), 0
     for path in sys.argv[1:]:
         try:

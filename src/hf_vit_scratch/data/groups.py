@@ -102,7 +102,7 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
             names.append(PurePath(path).parts[-1 - level])
         else:
             raise UserError(
-                f"{args.data}: every image needs a group, but group_by {by!r} is no column, and finds none in "
+                f"{args.data}: every image needs a group, but group_by {by!r} is not a column, and finds none in "
                 f"the path {path!r}. Choose another column, folder or expression."
             )
     return names

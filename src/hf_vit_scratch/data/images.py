@@ -28,7 +28,7 @@ from .exported import to_rgb
 
 logger = logging.getLogger(__name__)
 
-ADVICE = " Delete or replace it. Check, training and evaluation leave such files out with --corrupt_images skip."
+ADVICE = " Delete or replace it. To leave such files out of training or evaluation, add --corrupt_images skip."
 Result = TypeVar("Result")
 SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
 MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized
@@ -69,7 +69,7 @@ def find_image_files(folder: Path, folder_links: str = "skip", warn: bool = Fals
             seen |= real.keys()
         elif folder_links == "refuse" and (links := [name for name in folders if Path(parent, name).is_symlink()]):
             path = Path(parent, links[0])
-            raise UserError(f"{path} leads to {path.resolve()}. If that is meant, give --follow_links true.")
+            raise UserError(f"{path} leads to {path.resolve()}. If this is intended, add --follow_links true.")
         for name in names:
             if not name.startswith("."):
                 is_image = os.path.splitext(name)[1].lower() in SUFFIXES
@@ -188,6 +188,6 @@ def refuse_other_preprocessing(image_processor: Any) -> None:
     if wrong:
         listed = ", ".join(f"{name} {options.get(name)}" for name in wrong)
         raise UserError(
-            f"The image processor prepares images in another way than training, `evaluate` and `export` do: {listed}. "
-            "`vit-scratch predict` uses it as it is; docs/guides/tools.md exports a model alone."
+            "Training, `evaluate` and `export` only resize and normalize images, but this image processor has "
+            f"{listed}. Use `vit-scratch predict`, or export the model alone (docs/guides/tools.md)."
         )

@@ -11,7 +11,7 @@ BETWEEN: Rule = ("lie between 0 and 1", lambda value: 0 < value < 1)
 SOME: Rule = ("lie in (0, 1]", lambda value: 0 < value <= 1)
 PROBABILITY: Rule = ("lie in [0, 1]", lambda value: 0 <= value <= 1)
 SHARE: Rule = ("lie in [0, 1)", lambda value: 0 <= value < 1)
-CONCENTRATION: Rule = ("be 0 or more", lambda value: 0 <= value < float("inf"))
+NOT_NEGATIVE: Rule = ("be 0 or more", lambda value: 0 <= value < float("inf"))
 POSITIVE: Rule = ("be a positive number", lambda value: 0 < value < float("inf"))
 COUNT: Rule = ("be at least 1", lambda value: value >= 1)
 PIXELS: Rule = ("be one or two positive numbers", lambda value: 1 <= len(value) <= 2 and min(value) > 0)
@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("initial_image_size_fraction", "mixing_start_fraction", "policy_start_fraction"), PROBABILITY),
     **dict.fromkeys(("augmentation_off_fraction", "horizontal_flip_prob", "random_erasing_prob"), PROBABILITY),
     **dict.fromkeys(("translate", "scale", "label_smoothing", "label_smoothing_factor"), SHARE),
-    **dict.fromkeys(("mixup_alpha", "cutmix_alpha"), CONCENTRATION),
+    **dict.fromkeys(("mixup_alpha", "cutmix_alpha", "muon_learning_rate"), NOT_NEGATIVE),
     **dict.fromkeys(("initial_image_size", "image_size", "patch_size"), PIXELS),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), COUNT),
     **dict.fromkeys(("gradient_accumulation_steps", "randaugment_num_ops", "early_stopping_patience"), COUNT),
@@ -63,7 +63,7 @@ class Options:
 class DataArguments(Options):
     """Where the images come from.
 
-    A name is tried as `"digits"`, a folder, a parquet file and a dataset on the Hub, in this order. With
+    A name is tried as `"digits"`, a folder, a table, a parquet file and a dataset on the Hub, in this order. With
     `corrupt_images="raise"`, an image that cannot be decoded ends the run, at its start if near duplicates are looked
     for; with `"skip"`, every image is decoded once at the start. Do not follow the links of a stranger: they could
     take in your own images.
@@ -78,8 +78,8 @@ class DataArguments(Options):
     label_column: list[str] | None = flag(None, "Column or columns of the labels; found by its type or name.")
     label_separator: str | None = flag(None, "What separates several labels in one cell of a table, such as ';'.")
     train_split: str = flag("train", "Split to train on.")
-    validation_split: str | None = flag(None, "Split to choose by; 'validation', or cut from train.")
-    test_split: str | None = flag(None, "Split to report on, once; 'test', or cut from train.")
+    validation_split: str | None = flag(None, "Split to choose the best model; 'validation', else cut from train.")
+    test_split: str | None = flag(None, "Split for the final report; 'test', else cut from train.")
     validation_fraction: float = flag(0.1, "Share of train that is cut for validation.")
     test_fraction: float = flag(0.1, "Share of train that is cut for testing.")
     corrupt_images: Literal["raise", "skip"] = flag(
@@ -87,11 +87,13 @@ class DataArguments(Options):
     )
     group_by: str | None = flag(
         None,
-        "Images of one group stay on one side of a split: a column, the folder above a file (1, 2, ...), or a regular "
-        "expression for paths, whose first group counts.",
+        "Keep images of one group in one split. The group is a column, the name of the folder 1, 2, ... levels above "
+        "the file, or what the first group of a regular expression finds in the path.",
     )
     near_duplicates: Literal["keep_together", "drop", "ignore"] = flag(
-        "keep_together", "What to do with near duplicates: keep them on one side of a split, drop all but one, ignore."
+        "keep_together",
+        "What to do with near duplicates (resized, compressed or mirrored copies): keep them in one split, drop all "
+        "but one, or ignore them.",
     )
     follow_links: bool = flag(False, "Let links in a folder, and paths in tables, lead out of it.")
 
@@ -110,7 +112,7 @@ class AugmentationArguments(Options):
     initial_image_size: list[int] | None = flag(None, "Pixels in the first part of training: one number or two.")
     initial_image_size_fraction: float = flag(0.0, "Share of training that the first part lasts.")
     mixing_start_fraction: float = flag(0.0, "Share of training before images are mixed.")
-    policy_start_fraction: float = flag(0.0, "Share of training before the policy and random erasing.")
+    policy_start_fraction: float = flag(0.0, "Share of training before auto_augment and random erasing.")
     augmentation_off_fraction: float = flag(0.0, "Share of training, at its end, without augmentation and mixing.")
     random_resized_crop_scale: float | None = flag(None, "Least share of the area that a random resized crop keeps.")
     crop_padding: int = flag(0, "Padding in pixels before a random crop.")
@@ -136,7 +138,7 @@ class MixingArguments(Options):
 
     mixup_alpha: float = flag(0.0, "MixUp with shares from Beta(alpha, alpha); 0 for none.")
     cutmix_alpha: float = flag(0.0, "CutMix with areas from Beta(alpha, alpha); 0 for none.")
-    mixup_prob: float = flag(1.0, "Probability that an image is mixed, where one of the two is chosen.")
+    mixup_prob: float = flag(1.0, "Probability that an image is mixed, by MixUp or CutMix.")
     class_weighting: Literal["none", "balanced"] = flag(
         "none", "Weights of the classes in the loss; balanced: by the inverse of their images."
     )

@@ -33,7 +33,7 @@ from .targets import encode_labels, is_valid, label_names, problem_type, targets
 
 logger = logging.getLogger(__name__)
 
-FOLLOW = "If that is meant, give --follow_links true."
+FOLLOW = "If this is intended, add --follow_links true."
 SPLITS = "_splits.csv"  # names images, so it is never pushed
 
 # A path could be that of any file of this machine.
@@ -67,7 +67,7 @@ def load_splits(
     source = _name_columns(args, source, labelled)
     feature = source[args.train_split].features["label"]
     if labelled and isinstance(feature, ClassLabel) and feature.num_classes < 2:
-        raise UserError(f"{data}: there is one class, {feature.names}; a classifier needs at least two.")
+        raise UserError(f"{data}: there is only one class, {feature.names}, but a classifier needs two.")
 
     splits = {}
     for name, split in chosen.items():
@@ -117,17 +117,18 @@ def with_names(data: str, rows: Dataset, names: list[str], kind: str) -> Dataset
     feature, labels = rows.features["label"], rows["label"][:]
     own = label_names(feature)
     if (given := problem_type(feature)) != kind:
-        advice = "Write them with a decimal point, such as 3.0" if kind == "regression" else "Choose others"
-        raise UserError(f"{data}: the labels must be those of {kind}, as the model's, got {given}. {advice}.")
+        advice = "Write them with a decimal point, such as 3.0" if kind == "regression" else "Give labels of its kind"
+        raise UserError(f"{data}: the model was trained for {kind}, but these labels are for {given}. {advice}.")
     if own == names:
         return rows
     if isinstance(feature, dict):
         raise UserError(
-            f"{data}: the numbers must be {names}, as the model's, got {own}. Name them by --label_column."
+            f"{data}: the model predicts the numbers {names}, but the data has {own}. Choose columns of these names "
+            "with --label_column."
         )
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
-            f"{data}: the model calls two classes {twice[0]!r}, so they cannot be told by name. Rename one "
+            f"{data}: the model calls two classes {twice[0]!r}, so they cannot be told apart by name. Rename one "
             "in its config.json."
         )
     used = {own[id] for label in labels for id in np.atleast_1d(label)}
@@ -203,7 +204,7 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     if wrong := [row for row, label in enumerate(labels) if not is_valid(feature, label)]:
         allowed = f"outside 0 to {len(label_names(feature)) - 1}"
         if problem_type(feature) == "regression":
-            allowed = "that is no finite number"
+            allowed = "that is not a finite number"
         raise UserError(
             f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is "
             f"{paths_of(rows)[wrong[0]] or f'row {wrong[0]}'} with {labels[wrong[0]]}. Correct or delete them."
@@ -276,7 +277,7 @@ def _load_source(args: DataArguments, labelled: bool) -> Any:
             source = source.cast_column(name, datasets.Image())
     if not streaming and not path.exists():
         caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
-        _refuse_files_outside(caches, source, f"{data} names a file that is none of its own: do not use it.")
+        _refuse_files_outside(caches, source, f"{data} refers to a file that does not belong to it. Do not use it.")
     elif not streaming and not args.follow_links:
         _refuse_files_outside([root], source, FOLLOW)
     return source
@@ -295,6 +296,8 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
     names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
     source = {}
     for split, folder in splits.items():
+        if links := [] if args.follow_links else [name for name in names if name and (folder / name).is_symlink()]:
+            raise UserError(f"{folder / links[0]} leads to {(folder / links[0]).resolve()}. {FOLLOW}")
         found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
         files = [(file, name) for name, (images, _) in found.items() for file in images]
         warn_of_others(folder, sum((others for _, others in found.values()), []))
@@ -350,6 +353,7 @@ def _check_class_folders(
             f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
             "and test; if they are classes, put their images right into them, or give --group_by 1 if each folder "
             "inside them holds the images of one thing. To evaluate, give the folder of one split."
+            + (f" If the folders in {names[0]} are the classes, give {folder / names[0]}." if len(names) == 1 else "")
         )
     splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
     if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
@@ -360,7 +364,7 @@ def _check_class_folders(
     if not files:
         found = "there are no images."
         if loose := len(find_image_files(folder)[0]):
-            found = f"no class folder holds its images ({loose}). If {folder.name} is a class, give the folder above."
+            found = f"none of its {loose} images is in a class folder. If {folder.name} is one, give the folder above."
         if tables := [path for suffix in (".csv", ".jsonl", ".parquet") for path in sorted(folder.glob(f"*{suffix}"))]:
             found += f" If {tables[0].name} lists them, give {tables[0]}."
         raise UserError(
@@ -375,7 +379,7 @@ def _check_class_folders(
 
 
 def _refuse_missing_files(data: str, source: DatasetDict) -> None:
-    files = [path for rows in source.values() for path in image_paths(rows)]
+    files = dict.fromkeys(path for rows in source.values() for path in image_paths(rows))  # splits share their table
     if missing := [path for path in files if not os.path.isfile(path)]:
         raise UserError(
             f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
@@ -436,7 +440,8 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     if labelled:
         classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
         named = [name for name in ("label", "labels") if name in features]
-        labels = find_columns(args, "label", classes or named, features)
+        found = classes if {*classes} & {*named} else [*classes, *named]
+        labels = find_columns(args, "label", found, features)
     if image in labels or len({*labels}) < len(labels) or ("image" in labels and image != "image"):
         raise UserError(
             f"{data}: the columns of labels must differ from each other and from that of the images, and none may be "

@@ -72,7 +72,7 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             # 64 bits tell an image from others, wherever in the stream it comes.
             digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
             keys.append((epoch, int.from_bytes(digest)))
-            pixels.append(self.batch_transform.crop(image[None], np.array(keys[-1:], np.uint64), stage))
+            pixels.append(self.batch_transform.to_stage_size(image[None], np.array(keys[-1:], np.uint64), stage))
         labels = to_array(self.rows.features["label"], [row["label"] for _, row in batch])
         return {
             "pixel_values": torch.cat(pixels),

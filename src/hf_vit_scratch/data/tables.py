@@ -2,6 +2,7 @@
 
 import glob
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +37,9 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
         header = lines.readline()
     options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False, "index_col": False}
     options["sep"] = ";" if ";" in header and "," not in header else ","
-    text = pd.read_csv(file, dtype=str, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
+        text = pd.read_csv(file, dtype=str, **options)
     points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
     options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
@@ -100,11 +103,13 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         paths = [paths[row] for row in order]
         if twice := [path for path, following in pairwise(paths) if path == following]:
             raise UserError(
-                f"{table}: {twice[0]} has two rows, but an image must have one. Give several labels as columns of 0 "
-                "and 1, or in JSON lines as a list."
+                f"{table}: {twice[0]} has two rows, but an image must have one. Give several labels in columns of "
+                "0 and 1, in one cell with --label_separator, or as a list in JSON lines."
             )
         images = [{"path": path, "bytes": None} for path in paths]
-        rows = rows.select(order).remove_columns(column).add_column(column, images, feature=datasets.Image())
+        # Added before the other is removed: without any column, `datasets` loses the rows.
+        rows = rows.select(order).add_column(f"images of {column}", images, feature=datasets.Image())
+        rows = rows.remove_columns(column).rename_column(f"images of {column}", column)
         places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
         found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
         if "split" in rows.column_names:

@@ -91,8 +91,9 @@ def joined_labels(rows: Dataset) -> str | None:
     for separator in ";|," if isinstance(rows.features["label"], ClassLabel) else "":
         parts = {*chain(*(split_names(name, separator) for name in names))}
         if len(parts) <= len(names) and sum(separator in name for name in names) > len(names) / 2:
+            joined = next(name for name in names if separator in name)
             return (
-                f"{names[-1]!r} is one class, though it looks like several labels. If each image can have several, "
+                f"{joined!r} is one class, though it looks like several labels. If each image can have several, "
                 f"give --label_separator '{separator}'."
             )
     return None
@@ -109,8 +110,8 @@ def scarcity(rows: Dataset) -> str | None:
     if mean > FEW_IMAGES:
         return None
     return (
-        f"There are {mean:.0f} training images for a class or label, too few for a new model. Start from a trained "
-        "one: vit-scratch train finetune --model MODEL."
+        f"There are {mean:.0f} training images per class or label on average, too few for a new model. Start from a "
+        "trained one: vit-scratch train finetune --data FOLDER --model MODEL."
     )
 
 
@@ -156,10 +157,10 @@ def encode_labels(
         if is_list or not _holds(first, "string"):
             held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
-        table = {  # an empty cell has none of the labels, and an unknown class no label
-            split: [(None if is_class and row[0] is None else split_names(row[0] or "", separator),) for row in rows]
-            for split, rows in table.items()
-        }
+        for split, rows in table.items():  # an empty cell has none of the labels, but an empty column is not labelled
+            unknown = is_class or (split != train and all(row == (None,) for row in rows))
+            lists_of = (None if unknown and row[0] is None else split_names(row[0] or "", separator) for row in rows)
+            table[split] = [(labels,) for labels in lists_of]
         is_list = True
     lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
@@ -193,6 +194,8 @@ def _number_names(
     """Return the feature of lists of names, by default those of the training rows, and the lists of their numbers."""
     used = {split: {*chain(*(row or () for row in rows))} - {None} for split, rows in lists.items()}
     names = names or sorted(used[train])
+    if not names:
+        raise UserError(f"{data}: no row of {train} has a label. Fill the column, or choose another: --label_column.")
     if complete and (unseen := {*names}.union(*used.values()) - used[train]):
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
