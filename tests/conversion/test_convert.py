@@ -149,6 +149,19 @@ def test_grey_timm_folder_gets_no_image_processor_of_rgb(tmp_path, capsys):
     assert not (tmp_path / "ours" / "preprocessor_config.json").exists()
 
 
+def test_code_beside_an_image_processor_is_not_executed(tmp_path, monkeypatch):
+    tiny_vit().save_pretrained(tmp_path / "theirs")
+    processor = {"image_processor_type": "Theirs", "auto_map": {"AutoImageProcessor": "theirs.Theirs"}}
+    (tmp_path / "theirs" / "preprocessor_config.json").write_text(json.dumps(processor))
+    (tmp_path / "theirs" / "theirs.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()")
+    monkeypatch.setattr("builtins.input", lambda question: "y")  # whether to run it
+
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "ours" / "preprocessor_config.json").exists()
+
+
 # Files of weights
 
 
@@ -160,6 +173,14 @@ def test_torchvision_file_with_the_names_of_old(tmp_path):
         assert convert(tmp_path / f"{name}.pth", tmp_path / name, "--num_attention_heads", "4") == 0
 
     assert (tmp_path / "old/model.safetensors").read_bytes() == (tmp_path / "new/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "model.", "model._orig_mod.", "module."])
+def test_wrapped_names_of_a_file_are_unwrapped(prefix, tmp_path):
+    state = {prefix + name: tensor for name, tensor in tiny_timm().state_dict().items()}
+    save_file(state, tmp_path / "theirs.safetensors")
+
+    assert convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "model."])
@@ -259,7 +280,7 @@ def test_destination_that_holds_something_is_refused(tmp_path, capsys):
         ),
         (lambda path: ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(path), "a ViTScratch model already."),
         (lambda path: path.mkdir(), "holds no config.json."),
-        (lambda path: None, "is no file, no folder, and no name on the Hub."),
+        (lambda path: None, "is neither a file, nor a folder, nor a name on the Hub."),
     ],
     ids=["cnn", "bert", "ours", "empty", "missing"],
 )
@@ -420,7 +441,7 @@ def test_option_for_files_is_refused_with_a_folder(tmp_path, capsys):
 
     message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours", "--image_size", "24")
 
-    assert message.endswith("is no file of weights, and only such a file leaves open what the flags say.")
+    assert message.endswith("is not. Leave them out.")
 
 
 def test_unknown_architecture_is_refused(tmp_path, capsys):

@@ -13,6 +13,7 @@ from transformers import ResNetConfig, ResNetModel, ViTImageProcessor, ViTMAECon
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch.evaluation import embed
 
 
 @pytest.fixture
@@ -81,6 +82,24 @@ def test_vectors_are_those_of_the_pipeline(model_class, fields, suffix, saved, p
     assert second == "vit-scratch embed: 1 of 4 images cannot be decoded"
 
 
+def test_vectors_are_kept_without_the_other_tokens(saved, photos, tmp_path, monkeypatch):
+    kept, table = [], pyarrow.table
+    monkeypatch.setattr(pyarrow, "table", lambda columns: kept.extend(columns["embedding"]) or table(columns))
+
+    vit_scratch.main(["embed", saved(pooling="cls"), str(photos), "--output", str(tmp_path / "vectors.parquet")])
+
+    assert [vector.base for vector in kept] == [None] * 3
+
+
+def test_file_is_opened_before_anything_is_computed(saved, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(embed, "forward", None)
+    (tmp_path / "folder.npz").mkdir()
+
+    assert vit_scratch.main(["embed", saved(), str(photos), "--output", str(tmp_path / "folder.npz")]) == 2
+
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_another_format_is_refused_before_anything_is_computed(saved, photos, tmp_path, capsys):
     assert vit_scratch.main(["embed", "no_model", str(photos), "--output", str(tmp_path / "vectors.csv")]) == 2
     assert capsys.readouterr().err == (
@@ -96,7 +115,7 @@ def test_model_without_a_pooled_vector_is_refused(tmp_path, photos, capsys):
     code = vit_scratch.main(["embed", str(tmp_path / "m"), str(photos), "--output", str(tmp_path / "vectors.npz")])
 
     assert code == 2
-    assert "ViTMAEModel has no pooler_output. Give a model that has." in capsys.readouterr().err
+    assert "ViTMAEModel returns no pooler_output. Use a model that does." in capsys.readouterr().err
 
 
 def test_folder_without_an_encoder_is_refused(tmp_path, photos, capsys):

@@ -1,3 +1,5 @@
+import math
+
 import evaluate
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from sklearn.metrics import (
 from torch.nn import functional as F
 from transformers import EvalPrediction
 
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.figures import plot_curves
 from hf_vit_scratch.evaluation.metrics import (
     compute_metrics,
@@ -86,7 +89,7 @@ def test_metrics_of_several_labels_match_scikit_learn():
     scores, defined = logits.sigmoid()[:, :3], labels[:, :3]
     assert metrics["auroc"] == pytest.approx(roc_auc_score(defined, scores, average="macro"))
     assert metrics["average_precision"] == pytest.approx(average_precision_score(defined, scores, average="macro"))
-    assert metrics["macro_f1"] == f1_score(labels, logits.sigmoid() > 0.5, average="macro", zero_division=0.0)
+    assert metrics["macro_f1"] == pytest.approx(f1_score(defined, scores > 0.5, average="macro"))
     expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
@@ -213,6 +216,17 @@ def test_classes_that_the_images_lack_do_not_count():
 
     assert metrics["balanced_accuracy"] == 0.75
     assert metrics["macro_f1"] == pytest.approx((2 / 3 + 1) / 2)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 0]] * 3), torch.randn(3, 3)])
+def test_scores_that_are_not_finite_are_refused(labels):
+    logits = torch.randn(3, 3)
+    logits[1, 0] = math.nan
+    summary = summarize_logits(logits, labels)
+    summary = tuple(part.numpy() for part in summary) if labels.ndim == 1 else summary.numpy()
+
+    with pytest.raises(UserError, match=r"^The scores of 1 of 3 images are not finite: 16-bit numbers are too small"):
+        compute_metrics(EvalPrediction(summary, labels.numpy()))
 
 
 def test_metrics_need_no_cache_of_evaluate(monkeypatch):

@@ -79,7 +79,7 @@ def test_card_says_whether_predict_may_call_an_image_unknown(calibrated, finishe
 
     make_card([path.parent], tmp_path / "zoo.md")
 
-    said = "any image, but `vit-scratch predict` may call it unknown. The figures"
+    said = "every image, but `vit-scratch predict` may call an image unknown. The results"
     assert (said in (tmp_path / "zoo.md").read_text()) == calibrated
 
 
@@ -143,7 +143,9 @@ def test_runs_that_learnt_other_labels_are_not_averaged(finished_run, tmp_path):
     one, other = finished_run("a"), finished_run("b")
     metrics = json.loads((other / "metrics.json").read_text()) | {"labels": ["cat", "dog", "fox"]}
     (other / "metrics.json").write_text(json.dumps(metrics))
-    with pytest.raises(UserError, match=r"b learnt other labels than .*a\. A card is for runs of different seeds"):
+    with pytest.raises(
+        UserError, match=r"b learnt other labels than .*a\. A card is for runs that differ in the seed"
+    ):
         make_card([one, other], tmp_path / "README.md")
 
 

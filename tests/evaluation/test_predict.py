@@ -12,7 +12,14 @@ import torch
 from helpers import TINY, randomize_
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from PIL import Image
-from transformers import BertConfig, BertModel, ViTImageProcessor, pipeline
+from transformers import (
+    BertConfig,
+    BertModel,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    ViTImageProcessor,
+    pipeline,
+)
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
@@ -128,6 +135,16 @@ def test_scores_are_those_of_the_kind_of_problem(problem_type, scores_of, saved,
 
     expected = [{"label": LABELS[place], "score": float(scores[place])} for place in scores.argsort(descending=True)]
     assert_same_predictions(results[0]["predictions"], expected)
+
+
+def test_numbers_keep_the_order_of_the_model(saved, mixed_images, capsys):
+    folder = saved(problem_type="regression", num_labels=2, id2label={0: "width", 1: "height"})
+
+    _, results, _ = results_of(capsys, folder, mixed_images, "--top_k", "2")
+
+    values = [[number["score"] for number in result["predictions"]] for result in results]
+    assert len({first < second for first, second in values}) == 2  # sorting would change the order of some
+    assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {("width", "height")}
 
 
 def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, capsys):
@@ -405,10 +422,13 @@ def save_with_other_classes(folder):
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (lambda folder: None, r"is no folder\. Give the folder of a saved model"),
+        (lambda folder: None, r"is not a folder\. Give the folder of a saved model"),
         (Path.mkdir, r"cannot be loaded as an image classifier: Unrecognized model"),
-        (save_encoder, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
-        (save_with_other_classes, r"is no image classifier: its classifier\.bias is missing or of another shape\."),
+        (save_encoder, r"is not an image classifier: its classifier\.bias is missing or of another shape\."),
+        (
+            save_with_other_classes,
+            r"is not an image classifier: its classifier\.bias is missing or of another shape\.",
+        ),
         (save_bert, r"cannot be loaded as an image classifier: .*BertConfig"),
         (save_without_image_processor, r"cannot be loaded as an image classifier: .*image processor"),
         (save_grey, r"is for images with num_channels 1, but every image is read as RGB\."),
@@ -426,7 +446,7 @@ def test_folder_that_is_no_image_classifier_is_refused(save, message, mixed_imag
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("runs/digits", r"is no folder\. Give the folder of a saved model"),
+        ("runs/digits", r"is not a folder\. Give the folder of a saved model"),
         (
             "someone/digits",
             r"cannot be loaded as an image classifier: .*\(OSError\)",
@@ -438,6 +458,24 @@ def test_missing_run_is_not_looked_for_on_the_hub(model, message, mixed_images, 
     Path("runs").mkdir()
 
     assert re.match(f"{model} {message}", error_of(capsys, model, mixed_images))
+
+
+def test_model_of_timm_is_taken(mixed_images, tmp_path, capsys):
+    prepared = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear",
+                "crop_pct": 1.0}  # fmt: skip
+    config = TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        num_labels=3,
+        model_args={"img_size": 16, "depth": 1},
+        pretrained_cfg=prepared,
+    )
+    TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "model")
+
+    code, results, _ = results_of(capsys, tmp_path / "model", mixed_images)
+
+    assert code == 0
+    for result in results:
+        assert_same_predictions(result["predictions"], plain_predictions(tmp_path / "model", result["image"]))
 
 
 @pytest.mark.parametrize(("model_type", "code"), [("theirs", 2), ("vit_scratch", 0)])

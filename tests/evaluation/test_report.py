@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
@@ -81,14 +82,14 @@ def test_table_at_the_end_says_what_a_reader_looks_for_first():
         METRICS | mirrored | CLASSES | {"per_class": dict.fromkeys(CLASSES["labels"], SCORES)}, 4, 0.93
     )
     assert lines.splitlines() == [
-        "Test images             4",
-        "Test loss               0.061",
-        "Test accuracy           75.0%, 95% interval 30.1 to 95.4",
-        "Test balanced accuracy  70.0%",
-        "Test macro-F1           0.650",
-        "For comparison          75.0% by always answering bee",
-        "With the mirrored view  80.0%",
-        "Training                0.9 minutes",
+        "Test images                           4",
+        "Test loss                             0.061",
+        "Test accuracy                         75.0%, 95% interval 30.1 to 95.4",
+        "Test balanced accuracy                70.0%",
+        "Test macro-F1                         0.650",
+        "Test accuracy with the mirrored view  80.0%",
+        "For comparison                        75.0% by always answering bee",
+        "Training                              0.9 minutes",
         "Class       precision recall  images",
         "bee               50%   100%       3",
         "a long name       50%   100%       3",
@@ -101,6 +102,22 @@ def test_table_compares_several_labels_with_random_answers():
     rows = {"day": known, "fox": known | {"support": 1.0}, "never": empty}
 
     assert "For comparison  mean average precision 0.500 at random" in report.summary(several | {"per_class": rows}, 4)
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "metric", "line"),
+    [
+        (
+            "multi_label_classification",
+            "average_precision",
+            "Test mean average precision with the mirrored view  0.500",
+        ),
+        ("regression", "r2", "Test R2 with the mirrored view  0.500"),
+    ],
+)
+def test_mirrored_views_of_labels_and_numbers_are_shown(problem_type, metric, line):
+    found = {"problem_type": problem_type, "images": 4, f"test_{metric}": 0.25, f"test_flip_{metric}": 0.5}
+    assert line in report.summary(found, 4).splitlines()
 
 
 def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_classes_lacks():

@@ -169,7 +169,9 @@ def test_saved_one_is_loaded(tmp_path):
 
 def test_damaged_one_is_named(tmp_path):
     (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(UserError, match=r"trust\.safetensors is damaged\. Delete it, and no image is called unknown"):
+    with pytest.raises(
+        UserError, match=r"trust\.safetensors is damaged\. To predict without the answer 'unknown', delete it"
+    ):
         Trust.load(str(tmp_path))
 
 

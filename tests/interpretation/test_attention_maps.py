@@ -310,7 +310,9 @@ def test_images_whose_pictures_would_have_one_name_are_refused(saved, tmp_path, 
     photographs[0].save(tmp_path / "photo.jpg")
     files = [str(tmp_path / "photo.png"), str(tmp_path / "photo.jpg")]
     assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(tmp_path / "pictures")]) == 2
-    assert "got two called 'photo'. Give each an --output_dir of its own." in capsys.readouterr().err
+    assert (
+        "got two called 'photo'. Run the command once for each, with another --output_dir." in capsys.readouterr().err
+    )
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

@@ -543,7 +543,7 @@ def test_page_in_a_browser(served, browser, photographs, tmp_path):
     for _ in range(3):
         ask(served, (tmp_path / "flower.jpg").read_bytes())
     page.click_patch("picture", 3, 1)
-    page.warns("This image is no longer kept. Give it again.")
+    page.warns("This image is no longer in memory. Upload or choose it again.")
     page.changes(page.all("#examples button")[0].click, "picture", "map")
 
     # Everything has a name for a screen reader

@@ -81,7 +81,10 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
     if any(unsaid.values()) and not Path(source).is_file():
-        raise UserError(f"{source} is no file of weights, and only such a file leaves open what the flags say.")
+        raise UserError(
+            f"--num_attention_heads, --image_size and --pooling are for a file of weights, which {source} is not. "
+            "Leave them out."
+        )
     ours, kind, assumed, image_processor, note = load(source, **unsaid)
     if kind == type(ours).__name__:
         raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")
@@ -109,10 +112,10 @@ def _load_module(source: str) -> nn.Module:
         if not (Path(source) / "config.json").is_file():
             raise UserError(f"{source} holds no config.json. Give the folder of a saved model, or a file of weights.")
     elif "/" not in source:
-        timm_class(f"{source} is no file and no folder. As a name of timm it")
+        timm_class(f"{source} is neither a file nor a folder. As a name of timm it")
         return _load_from_timm(source)
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise UserError(f"{source} is no file, no folder, and no name on the Hub.")
+        raise UserError(f"{source} is neither a file, nor a folder, nor a name on the Hub.")
     with _reading(source):
         config, _ = transformers.PreTrainedConfig.get_config_dict(source)
     if "architecture" in config:  # timm's word
@@ -201,11 +204,10 @@ def _from_file(
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name, out of the wrappings of the usual training scripts."""
-    with _reading(path):
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the flags that timm saves beside the weights
-            state = torch.load(path, map_location="cpu", weights_only=True)
+    # timm saves its flags, a Namespace, beside the weights.
+    with _reading(path), torch.serialization.safe_globals([argparse.Namespace]):
+        is_pickle = path.suffix != ".safetensors"
+        state: Any = torch.load(path, map_location="cpu", weights_only=True) if is_pickle else load_file(path)
     for wrapping in ("model_ema", "state_dict_ema", "model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
             state = state[wrapping]
@@ -213,10 +215,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
         raise UserError(f"{path} holds no weights by name.")
-    for prefix in ("module.", "_orig_mod.", "model."):  # of DDP, torch.compile and Lightning
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state
+    wrappers = re.compile(r"^((module|_orig_mod|model)\.)+")  # of DDP, torch.compile and Lightning, in any order
+    return {wrappers.sub("", name): state[name] for name in state} if all(map(wrappers.match, state)) else state
 
 
 def _reading(source: object) -> AbstractContextManager[None]:
@@ -227,7 +227,8 @@ def _image_processor(source: str, prepared: dict[str, Any] | None) -> tuple[Base
     """Return an image processor and a note: the one beside the model, or one that follows timm's description."""
     if prepared is None:
         try:
-            return transformers.AutoImageProcessor.from_pretrained(source), "its image processor was copied"
+            processor = transformers.AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+            return processor, "its image processor was copied"
         except (OSError, ValueError):
             return None, "no image processor was found beside the model: save one before using it in a pipeline"
     if not prepared:

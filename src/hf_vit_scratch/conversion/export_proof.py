@@ -25,7 +25,7 @@ from ..speed.optimize import example_batch_for, optimize
 Classify = Callable[[NDArray[Any]], NDArray[Any]]  # images, uint8 (B, height, width, 3) -> scores (B, L)
 
 BATCH = 32
-MOST_PIXELS = 2 * 10**7  # of a batch, which the exported model computes in float32
+MOST_PIXELS = 2 * 10**7  # of a batch, which the exported model resizes in float64
 LARGEST_DIFFERENCE = 1e-3  # of scores, in float32
 MOST_CHANGED = 0.001  # of the answers, in float32
 MOST_LOST = 0.005  # of the metric, by 8-bit integers

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import EvalPrediction
 
 from ..data.targets import ProblemType
+from ..errors import UserError
 
 # By problem type; the first one chooses the best model, unless the user does.
 METRIC_NAMES = {
@@ -89,6 +90,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     An accuracy has its 95% confidence interval beside it. Of five classes or fewer there is no top-5 accuracy, which
     would be 1. Scores of several labels or numbers are means over them.
 
+    Raises:
+        UserError: A score is not finite.
+
     Example:
         >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
         >>> metrics = compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
@@ -97,15 +101,23 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """
     labels, predictions = cast(np.ndarray, evaluation.label_ids), cast(Any, evaluation.predictions)
     kind = problem_type_of(labels)
+    numbers = predictions[2] if kind == "single_label_classification" else predictions
+    if lost := int((~np.isfinite(numbers)).reshape(len(labels), -1).any(axis=1).sum()):
+        raise UserError(
+            f"The scores of {lost} of {len(labels)} images are not finite: 16-bit numbers are too small (leave --fp16 "
+            "out), the weights are damaged, or the training has failed."
+        )
     if kind == "regression":
         return {"r2": float(r2_score(labels, predictions)), "mae": float(mean_absolute_error(labels, predictions))}
     if kind == "multi_label_classification":
         defined = [scores for scores in _label_scores(labels, predictions) if scores]
         auroc, precision = np.mean(defined or [(math.nan, math.nan)], axis=0)
+        present = np.flatnonzero(labels.any(axis=0))  # labels that no image has do not count, as classes below
+        f1 = _scores(labels, predictions > 0, present)[2] if len(present) else np.array(math.nan)
         return {
             "average_precision": float(precision),
             "auroc": float(auroc),
-            "macro_f1": float(_scores(labels, predictions > 0, range(labels.shape[1]))[2].mean()),
+            "macro_f1": float(f1.mean()),
             "loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
         }
     ranked, _, losses = predictions

@@ -71,7 +71,7 @@ def make_card(
     """
     reports = [_read_report(run) for run in runs]
     if other := [run for run, report in zip(runs, reports, strict=True) if report["labels"] != reports[0]["labels"]]:
-        raise UserError(f"{other[0]} learnt other labels than {runs[0]}. A card is for runs of different seeds.")
+        raise UserError(f"{other[0]} learnt other labels than {runs[0]}. A card is for runs that differ in the seed.")
     log = json.loads((runs[0] / "log.json").read_text(encoding="utf-8"))
     recipe = yaml.safe_load((runs[0] / "recipe.yaml").read_text(encoding="utf-8"))
     source, model = recipe.get("data", "digits"), recipe.get("model", "")
@@ -165,7 +165,9 @@ def _read_report(run: Path) -> dict[str, Any]:
 def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the metrics of the test split by their titles: the mean of the runs, each run, and a 95% interval."""
     results, first = {}, reports[0]
-    for name in METRIC_NAMES[first["problem_type"]]:
+    names = METRIC_NAMES[first["problem_type"]]
+    titles = {name: f"test {TITLES.get(name, name.replace('_', ' '))}" for name in names}
+    for name, title in {**titles, f"flip_{names[0]}": f"{titles[names[0]]} with the mirrored view"}.items():
         values = [report[f"test_{name}"] for report in reports if f"test_{name}" in report]
         if not values:
             continue
@@ -178,7 +180,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         if name in SHARES_OF_IMAGES:
             low, high = wilson_interval(mean, first["images"])
             text += f", 95% interval {100 * low:.1f} to {100 * high:.1f}"
-        results[f"test {TITLES.get(name, name.replace('_', ' '))}"] = text
+        results[title] = text
     if first["problem_type"] == "single_label_classification" and "per_class" in first:
         name, row = max(first["per_class"].items(), key=lambda item: item[1]["support"])
         results["for comparison"] = f"{row['support'] / first['images']:.1%} by always answering {name}"
@@ -189,9 +191,9 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
         error, before = trust["calibration_error"], trust["error_before"]
         results["calibration error"] = f"{error:.3f}, before calibration {before:.3f}, both on the validation split"
         if trust["target_accuracy"] is not None:
-            right = "" if trust["accuracy"] is None else f", {trust['accuracy']:.1%} of them right"
-            expected = f"expect answers to {trust['coverage_low']:.0%} to {trust['coverage_high']:.0%} of new images"
-            results["answers"] = f"to {trust['coverage']:.1%} of the validation images{right}; {expected}"
+            right = "" if trust["accuracy"] is None else f", {trust['accuracy']:.1%} of them correctly"
+            expected = f"expect {trust['coverage_low']:.0%} to {trust['coverage_high']:.0%} of new images"
+            results["answered"] = f"{trust['coverage']:.1%} of the validation images{right}; {expected}"
     if "near_duplicates" in first:
         results["near duplicates"] = f"pairs: {first['near_duplicates']}, none of them in two splits"
     return results

@@ -7,7 +7,7 @@ In folders, at any depth, and in globs, the files with the suffix of an image ar
 is classified whatever its suffix. Results keep the order of the arguments; a folder or a glob is sorted by path.
 
     jsonl   {"image": PATH, "answer": NAME, "predictions": [{"label": NAME, "score": NUMBER}, ...]} for each image,
-            best class first
+            best class first, or each number under its name, in the order of the model
             {"image": PATH, "error": WHY} for an image that cannot be decoded
     csv     the columns image, answer, label_1, score_1, label_2, ..., error; for an image that cannot be decoded, only
             image and error are filled. A model that was trained on numbers has a column for each of them instead
@@ -102,7 +102,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     folder = local_path(model)
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
-        raise UserError(f"{model} is no folder. Give the folder of a saved model, or a name on the Hub.")
+        raise UserError(f"{model} is not a folder. Give the folder of a saved model, or a name on the Hub.")
     source = str(folder) if folder.is_dir() else model
     use_no_more_threads_than_cores()
     if not sys.stderr.isatty():
@@ -115,7 +115,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
         image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:  # transformers has filled them with random numbers
-        raise UserError(f"{model} is no {kind}: its {wrong[0]} is missing or of another shape.")
+        raise UserError(f"{model} is not an {kind}: its {wrong[0]} is missing or of another shape.")
     if (channels := getattr(loaded.config, "num_channels", 3)) != 3:
         raise UserError(f"{model} is for images with num_channels {channels}, but every image is read as RGB.")
     return pipeline(cast(Any, task), model=loaded, image_processor=image_processor, device=device)
@@ -146,9 +146,12 @@ def predict(
         `error`, the reason why it cannot be decoded. With `trust`, also `answer`, the best label or `"unknown"`.
     """
     outputs = ("logits",) if trust is None else ("logits", "pooler_output")
+    config, names = classifier.model.config, list((classifier.model.config.id2label or {}).values())
     for result in forward(classifier, outputs, paths, batch_size, num_workers):
         if (logits := result.pop("logits", None)) is not None:
             predictions = classifier.postprocess({"logits": logits[None]}, top_k=top_k)
+            if config.problem_type == "regression":  # the pipeline sorts by value
+                predictions.sort(key=lambda prediction: names.index(prediction["label"]))
             if trust is not None:
                 answers = trust.can_answer(predictions[0]["score"], result.pop("pooler_output"))
                 result["answer"] = predictions[0]["label"] if answers else UNKNOWN
@@ -172,17 +175,22 @@ def forward(
 ) -> Iterator[dict[str, Any]]:
     """Yield, as `predict` does, for each image file outputs of a pipeline's model, such as `logits`, or `error`."""
     encoded: dict[str, Any] = {}  # the output of the encoder, which a classifier keeps to itself
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, dict):  # timm's models return a tensor
+            encoded.update(output)
+
     if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
         optimize(loaded.model, example_batch_for(loaded.model, min(batch_size, len(paths))), images=len(paths))
     prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
-    with loaded.model.base_model.register_forward_hook(lambda module, args, output: encoded.update(output)):
+    with loaded.model.base_model.register_forward_hook(keep):
         for results, inputs in DataLoader(cast(Any, paths), batch_size, num_workers=num_workers, collate_fn=prepare):
             of_images: Any = iter(())
             if inputs:
                 computed = loaded.forward(inputs)
                 computed = {**encoded, **computed}
                 if missing := [name for name in outputs if computed.get(name) is None]:
-                    raise UserError(f"{type(loaded.model).__name__} has no {missing[0]}. Give a model that has.")
+                    raise UserError(f"{type(loaded.model).__name__} returns no {missing[0]}. Use a model that does.")
                 of_images = zip(*(computed[name].cpu() for name in outputs), strict=True)
             for result in results:
                 yield result if "error" in result else result | dict(zip(outputs, next(of_images), strict=True))
@@ -241,7 +249,8 @@ def name_broken(
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch predict`; return the exit code."""
-    output_options = {"type": local_path, "metavar": "FILE", "help": "a table if it ends in .csv (default: screen)"}
+    formats = "a table if it ends in .csv, else JSON lines (default: screen)"
+    output_options = {"type": local_path, "metavar": "FILE", "help": formats}
     top_k_options = {"type": int, "default": 5, "help": "classes per image, at most all (%(default)s)"}
     args, paths = parse(PROGRAM, __doc__, argv, output=output_options, top_k=top_k_options)
     classifier = load_classifier(args.model, args.device)

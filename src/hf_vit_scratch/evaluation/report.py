@@ -103,8 +103,6 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
         rows["test loss"] = f"{report['test_loss']:.3f}"
     if "problem_type" in report:
         rows |= results_of([report])
-    if "test_flip_accuracy" in report:
-        rows["with the mirrored view"] = f"{report['test_flip_accuracy']:.1%}"
     if minutes is not None:
         rows["training"] = f"{minutes:.1f} minutes" + (f", {report['epoch']:.3g} passes" if "epoch" in report else "")
     width = max(map(len, rows)) + 2

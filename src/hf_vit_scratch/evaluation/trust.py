@@ -165,7 +165,7 @@ class Trust:
         )
         if path is None:
             return None
-        damaged = f"{path} is damaged. Delete it, and no image is called unknown"
+        damaged = f"{path} is damaged. To predict without the answer {UNKNOWN!r}, delete it"
         with blame_the_files(damaged), safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
             return cls(file.get_tensor("whitening"), file.get_tensor("examples"), **facts)

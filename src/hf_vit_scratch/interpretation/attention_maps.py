@@ -330,8 +330,8 @@ def main(argv: list[str]) -> None:
     stems = [Path(file).stem for file in files]
     if twice := [stem for stem, number in Counter(stems).items() if number > 1]:
         raise UserError(
-            f"Images must have different names, for their pictures are called after them; got two called "
-            f"{twice[0]!r}. Give each an --output_dir of its own."
+            f"Images must have different names, because the pictures are named after them; got two called "
+            f"{twice[0]!r}. Run the command once for each, with another --output_dir."
         )
     for file in files:
         decode_image({"path": file, "bytes": None}, file)  # names a broken one before anything is written

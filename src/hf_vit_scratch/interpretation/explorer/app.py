@@ -82,7 +82,7 @@ class Explorer:
     def draw(image: ImageAttention | None, *fields: Any, news: str = "") -> tuple[str, ...]:
         """Return picture, map, matrix and status for a selection."""
         if image is None:
-            raise gr.Error("This image is no longer kept. Give it again.", print_exception=False)
+            raise gr.Error("This image is no longer in memory. Upload or choose it again.", print_exception=False)
         selection = Selection(*fields)
         heat_map, sentence = draw_map(image, selection)
         status = f'<p class="vit-status">{escape(news + sentence)}</p>'

@@ -24,7 +24,7 @@ VIEWS = {
     "patch": "What the chosen patch reads",
     "image": "What the whole image's vector reads",
     "rollout": "What reaches that vector through all layers (rollout)",
-    "class": "What speaks for the predicted class (class attention)",
+    "class": "What supports the predicted class (class attention)",
 }
 
 
@@ -67,7 +67,7 @@ def draw_map(image: ImageAttention, selection: Selection) -> tuple[str, str]:
     if view == "rollout":
         values, reader = image.rollout, "Through all layers, the whole image's vector takes"
     elif view == "class":
-        values, reader = image.class_attention[0], f"What speaks for {image.predictions[0]['label']} comes"
+        values, reader = image.class_attention[0], f"The support for {image.predictions[0]['label']} comes"
         note = "relevance, without a unit"
     else:
         values = over_patches(selection.weights(image), image.grid, patch, pooling=image.pooling)
