@@ -15,13 +15,13 @@ from typing import Any
 
 COMMANDS = {
     "recipes": ("vit_scratch:list_recipes", "list the recipes, what each is for and its result"),
-    "train": ("hf_vit_scratch.training.run:main", "train a model by a recipe"),
-    "evaluate": ("hf_vit_scratch.training.evaluate:main", "report on other labelled images, as a run does at its end"),
+    "train": ("hf_vit_scratch.training.run:main", "train a model with a recipe"),
+    "evaluate": ("hf_vit_scratch.training.evaluate:main", "test a model on labelled images, and write a report"),
     "predict": ("hf_vit_scratch.evaluation.predict:main", "classify images in files, folders and globs"),
     "embed": ("hf_vit_scratch.evaluation.embed:main", "write one vector for each image"),
     "explain": ("hf_vit_scratch.interpretation.attention_maps:main", "draw what a model attends to in an image"),
-    "explore": ("hf_vit_scratch.interpretation.explorer.app:main", "open a web page on which to look at attention"),
-    "export": ("hf_vit_scratch.training.export:main", "write a model for ONNX Runtime or OpenVINO, and prove it"),
+    "explore": ("hf_vit_scratch.interpretation.explorer.app:main", "show attention on a local web page"),
+    "export": ("hf_vit_scratch.training.export:main", "export to ONNX Runtime or OpenVINO, and check the answers"),
     "convert": ("hf_vit_scratch.conversion.convert:main", "convert a model of transformers, timm or torchvision"),
     "card": ("hf_vit_scratch.evaluation.model_card:main", "write one model card for several runs"),
 }

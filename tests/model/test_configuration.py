@@ -55,7 +55,8 @@ def test_default_encoder_is_bert_style():
         ({"use_cls_token": False}, r"use_cls_token=False needs pooling='mean'"),
         ({"fc_norm": True}, r"fc_norm=True needs norm_first=True"),
         ({"label_mean": 0.5}, r"label_mean must be a list of finite numbers, got 0\.5"),
-        ({"label_scale": [float("inf")]}, r"label_scale must be a list of finite numbers, got \[inf\]"),
+        ({"label_scale": [float("inf")]}, r"label_scale must be a list of positive numbers, got \[inf\]"),
+        ({"label_scale": [1.0, 0.0]}, r"label_scale must be a list of positive numbers, got \[1\.0, 0\.0\]"),
     ],
 )
 def test_impossible_value_is_refused(fields, message):

@@ -809,10 +809,12 @@ def test_attention_of_one_call_has_the_mask_that_it_needs(implementation, pixel_
     torch.testing.assert_close(outputs.last_hidden_state, model(pixel_values).last_hidden_state)
 
 
-@pytest.mark.parametrize(("mean", "scale"), [(None, [2.0, 1.0]), ([1.0], [2.0])])
+@pytest.mark.parametrize(("mean", "scale"), [(None, [2.0, 1.0]), ([1.0], [2.0]), ([], [])])
 def test_units_of_other_numbers_are_refused(mean, scale):
     config = ViTScratchConfig(problem_type="regression", num_labels=2, label_mean=mean, label_scale=scale)
-    with pytest.raises(ValueError, match=r"must have a number for each of the 2 labels, got (None|\[1\.0\]) and \[2"):
+    with pytest.raises(
+        ValueError, match=r"must have a number for each of the 2 labels, got (None|\[1\.0\]|\[\]) and \[(2|\])"
+    ):
         ViTScratchForImageClassification(config)
 
 

@@ -73,7 +73,8 @@ def test_a_choice_is_repeated_without_measuring(times):
 
 
 @pytest.mark.parametrize(
-    ("fields", "batch", "training"), [({"qk_norm": True}, 4, True), ({}, 5, True), ({}, 4, False)]
+    ("fields", "batch", "training"),
+    [({"qk_norm": True}, 4, True), ({"attention_probs_dropout_prob": 0.1}, 4, True), ({}, 5, True), ({}, 4, False)],
 )
 def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, training):
     calls = times()
@@ -96,6 +97,13 @@ def test_other_devices_join_query_key_and_value_if_they_compile(times, compile, 
     calls = times()
     assert optimize(build(), PIXELS.to("meta"), training=True, compile=compile).choice == expected
     assert calls == []
+
+
+def test_sizes_may_be_compiled_as_dynamic(monkeypatch):
+    options = {}
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **given: options.update(given))
+    optimize(build(), PIXELS, training=True, compile={"backend": "eager", "dynamic": True}, choice="sdpa")
+    assert options == {"backend": "eager", "dynamic": True}
 
 
 def test_compiled_models_are_measured_apart_for_training_and_inference(times):
@@ -155,7 +163,9 @@ def test_plain_changes_nothing():
 
 @pytest.mark.parametrize("choice", ["fast", "sdpa+fast", "fast+joined"])
 def test_unknown_choice_is_refused(choice):
-    with pytest.raises(ValueError, match=rf"'{choice.replace('+', '.')}' is no choice of speed. Choose auto, plain"):
+    with pytest.raises(
+        ValueError, match=rf"'{choice.replace('+', '.')}' is not a choice of speed. Choose auto, plain"
+    ):
         optimize(build(), PIXELS, choice=choice)
 
 

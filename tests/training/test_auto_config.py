@@ -12,6 +12,7 @@ from test_train_script import train
 
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training import auto_config
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
@@ -249,7 +250,7 @@ def test_passes_are_as_many_as_fit_into_the_time(monkeypatch):
 
     possible = auto_config.TIME_FOR_STEPS * 400 * 300 / 2_000
     assert 1.4 * possible < chosen["num_train_epochs"] < 1.6 * possible  # the minutes end it, even if it gets faster
-    assert "never more; about 54 fit into the 5 minutes, which end the run; 300 would be best" in lines[0]
+    assert "an upper limit; about 54 fit into the 5 minutes, after which the run ends; 300 would be best" in lines[0]
     assert length(2_000, 800.0, monkeypatch, *minutes)[0]["num_train_epochs"] > 1.9 * chosen["num_train_epochs"]
 
 
@@ -290,6 +291,23 @@ def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
     assert length(2_000, 100.0, monkeypatch)[0]["torch_compile"]
     assert not length(2_000, 100.0, monkeypatch, "--max_train_minutes", "5")[0]["torch_compile"]
     assert not length(60, 1000.0, monkeypatch)[0]["torch_compile"]  # it ends long before its time
+    assert length(60, 1000.0, monkeypatch, "--torch_compile_mode", "default")[0]["torch_compile"]  # which asks for it
+
+
+def test_speed_is_measured_with_checkpointed_activations(monkeypatch):
+    monkeypatch.setattr(auto_config, "SECONDS", 0.0)
+    sizes = ["--image_size", "8", "--patch_size", "8", "--hidden_size", "48", "--num_hidden_layers", "1"]
+    args, _ = parse_recipe([YOUR_IMAGES, *sizes, "--speed_choice", "plain", "--gradient_checkpointing", "true"])
+    seen, call = [], ViTScratchLayer.__call__
+    monkeypatch.setattr(
+        ViTScratchLayer,
+        "__call__",
+        lambda self, *a, **k: seen.append(self.gradient_checkpointing) or call(self, *a, **k),
+    )
+
+    auto_config.measure_speed(model_config(args.model, ["a", "b"]), args)
+
+    assert set(seen) == {True}
 
 
 def test_device_without_memory_for_the_measurement_says_what_to_change(class_folders, tmp_path, monkeypatch):
@@ -338,7 +356,7 @@ def test_batches_of_a_flag_do_not_shrink(monkeypatch):
 
 
 def test_wrong_value_is_the_users_mistake_where_the_speed_is_measured(class_folders, tmp_path):
-    with pytest.raises(UserError, match=r"^'fast' is no choice of speed\."):
+    with pytest.raises(UserError, match=r"^'fast' is not a choice of speed\."):
         train.main([YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--speed_choice",
                     "fast", "--learning_rate=-1"])  # fmt: skip
 

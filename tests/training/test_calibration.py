@@ -68,7 +68,7 @@ def test_report_says_what_was_found(run):
     assert report["trust"] == trust.facts()
     assert trust.accuracy >= 0.9 == trust.target_accuracy
     assert f"{trust.calibration_error:.3f}, before calibration {trust.error_before:.3f}" in card
-    assert f"to {trust.coverage:.1%} of the validation images" in card
+    assert f"{trust.coverage:.1%} of the validation images" in card
 
 
 def test_predict_answers_or_says_unknown(run, tmp_path, capsys):

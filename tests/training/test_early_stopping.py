@@ -22,22 +22,18 @@ def trainer(tmp_path):
 
 def test_run_stops_after_so_many_evaluations_without_a_better_one(trainer):
     stopped = trainer()
-    stopped.train()
-    assert stopped.state.global_step == 1 + 2
-
-
-def test_trainer_that_has_stopped_early_trains_again(trainer):
-    stopped = trainer()
     for _ in range(2):  # as in a search for hyperparameters
         stopped.train()
         assert stopped.state.global_step == 1 + 2
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_path):
+def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_path, caplog):
     trainer().train()
     resumed = trainer()
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    with caplog.at_level("INFO"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert ("That run is finished: nothing is left to train." in caplog.text) == (step == 3)
     assert resumed.state.global_step == 3
     assert len([line for line in resumed.state.log_history if "eval_loss" in line]) == 3
 

@@ -241,7 +241,7 @@ def test_impossible_argument_is_refused(arguments, message, refused):
 def test_choice_of_speed_that_does_not_exist_is_named(run, tmp_path, capsys):
     arguments = ["--output_dir", str(tmp_path / "out"), "--speed_choice", "fast"]
     assert vit_scratch.main(["evaluate", str(run[0]), *arguments]) == 2
-    assert "error: 'fast' is no choice of speed." in capsys.readouterr().err
+    assert "error: 'fast' is not a choice of speed." in capsys.readouterr().err
 
 
 def test_unknown_class_is_named(refused, tmp_path):
@@ -259,7 +259,7 @@ def test_classes_of_one_name_cannot_be_matched(run, refused, tmp_path):
     config["id2label"]["3"] = "4"
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     folder = write_folders(tmp_path / "some", "37")
-    assert "two classes '4', so they cannot be told by name. Rename one in its config.json." in refused(
+    assert "two classes '4', so they cannot be told apart by name. Rename one in its config.json." in refused(
         "--data", folder, model=tmp_path / "model"
     )
 
@@ -290,7 +290,7 @@ def test_model_that_crops_its_images_is_refused(run, refused, tmp_path):
     ViTImageProcessor(size={"height": 8, "width": 8}, do_center_crop=True, crop_size=8).save_pretrained(
         tmp_path / "model"
     )
-    assert "prepares images in another way than training, `evaluate` and `export` do: do_center_crop True" in refused(
+    assert "only resize and normalize images, but this image processor has do_center_crop True" in refused(
         model=tmp_path / "model"
     )
 

@@ -180,7 +180,10 @@ def test_impossible_argument_is_refused(arguments, message, run, tmp_path, capsy
 
 def test_export_of_a_model_of_the_hub_needs_a_folder(capsys):
     assert vit_scratch.main(["export", "somebody/digits", "--format", "onnx", "--data", "digits"]) == 2
-    assert "somebody/digits is no folder here: give --output_dir." in capsys.readouterr().err
+    assert (
+        "somebody/digits is not a local folder, so the export has no default folder. Give --output_dir."
+        in capsys.readouterr().err
+    )
 
 
 def test_requirements_can_be_installed_from_the_package_index(run, tmp_path, monkeypatch):

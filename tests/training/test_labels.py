@@ -325,7 +325,7 @@ def test_too_few_images_of_a_class_are_pointed_out(images, digits, tmp_path, cap
 
     run(tmp_path / "data", tmp_path / "run", "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
 
-    assert ("There are 8 training images for a class or label, too few" in caplog.text) == (images == 8)
+    assert ("There are 8 training images per class or label on average, too few" in caplog.text) == (images == 8)
 
 
 @pytest.mark.parametrize("side", [31, 32])

@@ -90,7 +90,7 @@ def test_frozen_parameters_are_left_out():
 def with_gradients(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model
 
 
@@ -212,15 +212,16 @@ def test_normuon_keeps_an_update_of_zeros():
     assert torch.equal(weight, torch.ones(4, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("beta2", [None, 0.9])
-def test_optimizer_that_is_loaded_goes_on_as_the_saved_one(beta2):
-    model = with_gradients(tiny_model())
+def test_optimizer_that_is_loaded_goes_on_as_the_saved_one(beta2, dtype):
+    model = with_gradients(tiny_model().to(dtype))
     make = lambda m: MuonWithAdamW(  # noqa: E731
         grouped(m, learning_rate=0.01, weight_decay=0.1, muon=True), muon_beta2=beta2
     )
     optimizer = make(model)
     optimizer.step()
-    twin = with_gradients(tiny_model())
+    twin = with_gradients(tiny_model().to(dtype))
     twin.load_state_dict(model.state_dict())
     loaded = make(twin)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch would share the tensors

@@ -117,7 +117,8 @@ def test_half_written_checkpoint_is_deleted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(trainer), "_save_optimizer_and_scheduler", fail_at_the_second)
     with pytest.raises(
-        UserError, match=r"cannot be written to: .*No space left on device\. The last complete .*checkpoint-2\."
+        UserError,
+        match=r"has no space left .*No space left on device\)\. Free some\. The last complete .*checkpoint-2\.",
     ):
         trainer.train()
 
@@ -147,6 +148,7 @@ def test_run_killed_before_its_first_checkpoint_can_start_again(tmp_path):
     (tmp_path / "recipe.yaml").write_text("# python train.py\n")
     (tmp_path / "_run.json").write_text("{}")
     (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "runs").mkdir()  # TensorBoard's
     (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"half")
     argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
 
@@ -173,6 +175,10 @@ def test_evaluations_that_can_end_the_training_stay_as_they_were(tmp_path):
 
     with pytest.raises(UserError, match=r"with another recipe: eval_steps 1\.0 \(was 2\.0\)"):
         train.main([*argv, "--eval_steps", "1", "--resume_from_checkpoint", "true"])
+    with pytest.raises(
+        UserError, match=r"with another recipe: logging_steps 1\.0 \(was 0\.05\)"
+    ):  # eval_steps by default
+        train.main([*argv, "--logging_steps", "1", "--resume_from_checkpoint", "true"])
 
 
 def test_resumed_run_logs_evaluates_and_saves_when_its_own_flags_say(tmp_path):
@@ -219,6 +225,28 @@ def test_best_model_of_another_folder_gets_no_link(tmp_path):
 
     assert (tmp_path / "a" / "best").is_dir()
     assert not (tmp_path / "b" / "best").is_symlink()
+
+
+@pytest.mark.parametrize("other", ["{}/a", "a/../a", "copy"])
+def test_best_checkpoint_is_kept_under_another_name_of_its_folder(other, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1,
+               "save_total_limit": 1, "load_best_model_at_end": True,
+               "metric_for_best_model": "earliness"}  # fmt: skip
+    first = make_trainer(Path("a"), max_steps=2, **options)
+    first.add_callback(EarlierIsBetter)
+    first.train()
+    if other == "copy":
+        shutil.copytree("a", "copy", symlinks=True)
+    folder = Path(other.format(tmp_path))
+    resumed = make_trainer(folder, max_steps=4, **options)
+    resumed.add_callback(EarlierIsBetter)
+
+    resumed.train(resume_from_checkpoint=True)
+
+    assert Path(resumed.state.best_model_checkpoint) == folder / "checkpoint-1"
+    assert (folder / "best").resolve().name == "checkpoint-1"
+    assert (folder / "best").is_dir()
 
 
 @pytest.mark.parametrize("decays", [(0.9, None), (None, 0.9)])

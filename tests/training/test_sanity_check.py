@@ -165,7 +165,7 @@ def test_speed_is_that_of_full_batches(capsys, tmp_path, monkeypatch):
     train.main([*SMALL, "--data_report", "true", "--output_dir", str(tmp_path / "run"), "--num_train_epochs", "1",
                 "--per_device_train_batch_size", "1294"])  # fmt: skip
 
-    assert "the model alone 1294: the bound is loading" in capsys.readouterr().out
+    assert "the model alone 1294: loading limits the speed" in capsys.readouterr().out
 
 
 def test_minutes_count_the_larger_images_of_later_training(capsys, tmp_path, monkeypatch):

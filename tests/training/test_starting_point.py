@@ -204,7 +204,11 @@ def test_model_of_a_flag_wins_over_what_the_recipe_sets_for_its_own(begin, vit, 
 @pytest.mark.parametrize(
     ("recipe", "flags", "message"),
     [
-        ("", ["--qk_norm", "true"], r"does not fit: qk_norm True \(saved: False\)\. Leave that to the saved model"),
+        (
+            "",
+            ["--qk_norm", "true"],
+            r"does not fit: qk_norm True \(saved: False\)\. Leave these out: the saved model has its own",
+        ),
         ("", ["--num_attention_heads", "8"], r"does not fit: num_attention_heads 8 \(saved: 4\)\."),
         (", qk_norm: true, model: {vit}", [], r"does not fit: qk_norm True \(saved: False\)\."),
     ],
@@ -327,9 +331,9 @@ def test_resumed_run_with_frozen_layers_ends_with_the_same_bits(vit, class_folde
         (["--freeze_layers", "some"], r"freeze_layers must be a number of layers or all, got 'some'\."),
         (
             ["--freeze_layers", "all", "--model", "Ti/4"],
-            r"are for trained models; got --model Ti/4\.",
+            r"need a trained model, but --model is Ti/4\.",
         ),
-        (["--layer_decay", "0.75", "--model", "Ti/4"], r"are for trained models; got --model Ti/4\."),
+        (["--layer_decay", "0.75", "--model", "Ti/4"], r"need a trained model, but --model is Ti/4\."),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(flags, message, begin, vit):
@@ -373,4 +377,4 @@ def test_test_images_that_the_starting_model_has_learnt_from_are_counted(class_f
     evaluate = ["evaluate", str(tmp_path / "first"), "--data", str(tmp_path / "copies"), "--use_cpu", "true"]
     assert vit_scratch.main([*evaluate, "--output_dir", str(tmp_path / "report")]) == 0
     left = len([*(tmp_path / "copies").rglob("*.jpg")])
-    assert f"{len(trained)} of the {left} images are of those that" in caplog.text
+    assert f"{len(trained)} of the {left} images have the names and sizes of training images" in caplog.text

@@ -222,7 +222,7 @@ def test_run_is_resumed_whole_from_true_or_a_path(name, tmp_path):
 def test_checkpoint_of_the_model_alone_cannot_be_resumed(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
     make_trainer(tmp_path, **options).train()
-    with pytest.raises(UserError, match=r"checkpoint-6 holds the model alone, .* can start from it: --model"):
+    with pytest.raises(UserError, match=r"checkpoint-6 holds only the model, .* Start a new one: --model"):
         make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
 
 
@@ -610,10 +610,6 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
     minutes = [logs["minutes"] for logs in trainer.state.log_history]
     assert minutes == sorted(minutes)
     assert minutes[0] == round(4 / 60, 4)
-
-
-def test_images_are_not_dropped_as_unused_columns(tmp_path):
-    assert ViTTrainingArguments(output_dir=str(tmp_path)).remove_unused_columns is False
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,10 @@ def _integer(lowest: int, highest: int) -> Rule:
     return _number(lambda value: lowest <= value <= highest, f"an integer from {lowest} to {highest}", int)
 
 
+def _list_of(rule: Rule, text: str) -> Rule:
+    return Rule(lambda value: isinstance(value, list) and all(map(rule.holds, value)), text)
+
+
 def _one_of(choices: Sequence[str]) -> Rule:
     return Rule(lambda value: value in choices, f"one of {', '.join(choices)}")
 
@@ -297,10 +301,6 @@ COUNT, DEPTH, NUM_LABELS = _integer(1, MAX_SIZE), _integer(1, MAX_LAYERS), _inte
 SIZE = Rule(_is_size, f"an integer or a [height, width] pair of integers, from 1 to {MAX_SIZE} pixels")
 POSITIVE = _number(lambda number: 0 < number < math.inf, "a positive and finite number")
 PROBABILITY = _number(lambda number: 0 <= number < 1, "a number of at least 0 and below 1")
-NUMBERS = Rule(
-    lambda value: isinstance(value, list) and all(map(_number(math.isfinite, "").holds, value)),
-    "a list of finite numbers",
-)
 FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
 
 RULES: dict[str, Rule] = {
@@ -312,8 +312,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"), PROBABILITY),
     **dict.fromkeys(("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"), FLAG),
     **dict.fromkeys(("hidden_act", "classifier_act"), _one_of(tuple(ACT2FN))),
-    "label_mean": NUMBERS,
-    "label_scale": NUMBERS,
+    "label_mean": _list_of(_number(math.isfinite, ""), "a list of finite numbers"),
+    "label_scale": _list_of(POSITIVE, "a list of positive numbers"),
     "position_embedding_type": _one_of(POSITION_EMBEDDING_TYPES),
     "pooling": _one_of(POOLINGS),
     "problem_type": _one_of(PROBLEM_TYPES),

@@ -120,7 +120,7 @@ class ViTScratchAttention(nn.Module):
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Return query, key and value, each (B, N, D); `optimize` may replace it by one joined product."""
+        """Return query, key and value, each (B, N, D); `optimize` may replace it by one product."""
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def forward(
@@ -244,7 +244,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
             )
         # Pixels come from the image processor in float32; the weights may be in half precision.
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
-        return patches.flatten(2).transpose(1, 2).contiguous()  # or every norm makes a copy, and sums are slow
+        return patches.flatten(2).transpose(1, 2).contiguous()  # else each norm copies them, and sums are slow
 
 
 def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -287,7 +287,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
-        self.grid_size = config.grid_size  # of the positions; the configuration may be another model's, too
+        self.grid_size = config.grid_size  # of the positions; a configuration that models share may change
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
@@ -345,9 +345,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize what was not loaded: weights and tokens normal, biases zero, norms with scale one and bias zero.
+        """Initialize weights and tokens, normally distributed; biases, zero; norms, with scale one and bias zero.
 
-        transformers' `trunc_normal_` truncates at the value 2, not at two standard deviations.
+        `init` leaves alone what was loaded. `trunc_normal_` truncates at the value 2, which is far away.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -372,8 +372,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a saved model as transformers does, from safetensors only, because a pickle could run code.
 
-        With another size, `from_pretrained(folder, image_size=[256, 320])`, the positions are interpolated, unless
-        `patch_size` is given, too.
+        With another size, `from_pretrained(folder, image_size=[256, 320])` or in `config`, the positions are
+        interpolated, unless the keyword `patch_size` is given, too, or `config` has other patches.
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
@@ -473,11 +473,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
         mask = None
-        if attention_mask is not None or config.is_causal:  # while compiling, transformers makes a mask even of None
+        if attention_mask is not None or config.is_causal:  # compiling, transformers would turn None into a mask
             create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-            mask = create_mask(config, hidden_states, attention_mask, None)  # without a cache, or states of an encoder
+            mask = create_mask(config, hidden_states, attention_mask, None)  # no cache, and no other encoder
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and config._attn_implementation == "flex_attention":
-            forbidden = torch.finfo(hidden_states.dtype).min  # because it adds every mask to the scores
+            forbidden = torch.finfo(hidden_states.dtype).min  # it adds every mask to the scores
             mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, forbidden)
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
@@ -545,8 +545,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
-        lengths = [len(numbers or ()) for numbers in (config.label_mean, config.label_scale)]
-        if config.problem_type == "regression" and any(lengths) and lengths != [config.num_labels] * 2:
+        lengths = [None if numbers is None else len(numbers) for numbers in (config.label_mean, config.label_scale)]
+        if config.problem_type == "regression" and lengths not in ([None] * 2, [config.num_labels] * 2):
             raise ValueError(
                 f"label_mean and label_scale must have a number for each of the {config.num_labels} labels, got "
                 f"{config.label_mean} and {config.label_scale}."
@@ -558,7 +558,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             self.pre_logits = nn.Sequential(nn.Linear(config.hidden_size, width), ACT2FN[config.classifier_act])
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
-        # Loading warns of a saved hidden layer that this head lacks. `post_init` would add the class's patterns again.
+        # After `post_init`, which adds the class's patterns: loading must report a hidden layer that is not used.
         self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
@@ -584,7 +584,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """Return the mean loss of a batch, a scalar."""
         # Not `self.loss_function`, which changes `config.problem_type` when labels are floats.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
-        labels = labels.to(logits.device)  # the last one of a model that is spread over several
+        labels = labels.to(logits.device)  # the last device, if the model is spread over several
         problem_type = self.config.problem_type or "single_label_classification"
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
         if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:

@@ -110,16 +110,16 @@ def optimize(
     elif choice == "plain":
         choice = attention
     elif choice not in (attention, f"{attention}+qkv", *CHOICES):
-        raise ValueError(f"{choice!r} is no choice of speed. Choose auto, plain, {', '.join(CHOICES)}.")
+        raise ValueError(f"{choice!r} is not a choice of speed. Choose auto, plain, {', '.join(CHOICES)}.")
     seconds = time.perf_counter() - start
     _apply(model, choice)
-    options = {"backend": "inductor", **(compile if isinstance(compile, dict) else {})}
+    options = {"backend": "inductor", "dynamic": False, **(compile if isinstance(compile, dict) else {})}
     can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
     compiled = bool(compile) and can
     for layer in _layers(model) if compiled else ():
         if layer.attention.config.drop_path_rate:  # which then differs from layer to layer
             layer.drop_path = fused.DropPath(layer.drop_path.drop_prob).train(layer.training)
-        layer.compile(dynamic=False, **options)
+        layer.compile(**options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
 
 
@@ -249,7 +249,8 @@ def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[s
 
 def _facts(layer: Any, x: Tensor, names: list[str], training: bool) -> tuple[Any, ...]:
     """Return what a choice depends on within a process: threads, sizes, precision, and the options of a layer."""
-    fields = "num_attention_heads intermediate_size hidden_act qk_norm norm_first is_causal position_embedding_type"
+    fields = "num_attention_heads intermediate_size hidden_act qkv_bias qk_norm norm_first is_causal "
+    fields += "position_embedding_type attention_probs_dropout_prob"
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
     options = (getattr(layer.attention.config, field) for field in fields.split())
     return torch.get_num_threads(), *x.shape, x.dtype, autocast, training, *options, *names

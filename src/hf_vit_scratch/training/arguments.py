@@ -118,7 +118,8 @@ class ViTTrainingArguments(TrainingArguments):
     )
     speed_choice: str = flag(
         "auto",
-        "auto measures which of equal layers are the fastest; plain; or the choice of a run, such as sdpa+joined.",
+        "auto measures which implementation of the layers is the fastest; plain changes nothing; or repeat the choice "
+        "of a run, such as sdpa+joined.",
     )
     cache_images: bool = flag(
         False, "Keep decoded training images in a file, if they take more than 2 GB, so that each is decoded once."
@@ -132,8 +133,8 @@ class ViTTrainingArguments(TrainingArguments):
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
         None,
-        "Minutes to train, if the epochs do not end before; inf for no limit. The schedule follows. Its numbers of "
-        "steps are parts of 10,000.",
+        "Longest training time in minutes; inf for no limit. The learning rate follows the time, and numbers of "
+        "steps, such as warmup_steps, are parts of 10,000.",
     )
     eval_tta: str | None = flag(None, "flip: report also the mean logits of each test image and its mirror image.")
     early_stopping_patience: int | None = flag(
@@ -145,7 +146,7 @@ class ViTTrainingArguments(TrainingArguments):
         True, "Calibrate the scores on the validation split after training, if each image has one class."
     )
     target_accuracy: float | None = flag(
-        None, "Accuracy for which `predict` answers; it calls other images unknown. Needs calibrate."
+        None, "Accuracy that answers of `predict` should have: images with low scores are unknown. Needs calibrate."
     )
     license: str | None = flag(None, "Licence of the model, for its card: an identifier of the Hub like apache-2.0.")
 
@@ -153,7 +154,7 @@ class ViTTrainingArguments(TrainingArguments):
         for name, (value, reason) in FIXED.items():
             given = getattr(self, name)
             if given != value and given != IN_A_COPY.get(name, value):
-                raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}.")
+                raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}. Leave it out.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("mae"):
@@ -213,7 +214,8 @@ def refuse_beside(args: Arguments, what: str, *names: str) -> None:
     for name in names:
         if next(getattr(part, name) for part in args if hasattr(part, name)) != DEFAULTS[name]:
             raise UserError(
-                f"--{name} does not go together with {what}. Leave one of them out; --{name} null undoes a recipe's."
+                f"--{name} does not go together with {what}. Leave one of them out. If the recipe sets --{name}, add "
+                f"--{name} null."
             )
 
 

@@ -80,7 +80,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     patches = [size for size in range(1, min(pixels) + 1) if not any(length % size for length in pixels)]
     patch_size = next((size for size in patches if math.prod(pixels) <= tokens * size**2), patches[-1])
     if model.model is None:  # which has sizes of its own
-        choose(f"at most {tokens} tokens", patch_size=[patch_size])
+        choose(f"at most {tokens} patches per image", patch_size=[patch_size])
         width, layers = CPU_MODEL if on_cpu else SMALL_MODEL if number < 20_000 else LARGE_MODEL
         reason = "a CPU" if on_cpu else f"{number} images"
         choose(reason, hidden_size=HEAD_SIZE * model.num_attention_heads if model.num_attention_heads else width)
@@ -102,7 +102,8 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     # A resumed run repeats what was chosen, also if its batch has shrunk since.
     if 0 < rest < min(number, images_at_once / 2) and not training.resume_from_checkpoint:
         reason = (
-            f"{rest} images, others in each pass, are left out: they would move the weights as far as a full batch"
+            f"the last {rest} images of each pass, different ones each time, are left out: they would change the "
+            "weights as much as a full batch"
         )
         choose(reason, dataloader_drop_last=True)
     if alike and max(sides[0]) <= max(pixels):
@@ -130,8 +131,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         if is_starting_model(args.model.model):
             wanted, reason = wanted // PASSES_SAVED, reason + ", and a trained model"
         if possible < wanted:
-            fit = f"about {possible:.0f} fit into the {minutes:g} minutes, which end the run"
-            reason = f"never more; {fit}; {wanted} would be best"
+            fit = f"about {possible:.0f} fit into the {minutes:g} minutes, after which the run ends"
+            reason = f"an upper limit; {fit}; {wanted} would be best"
             wanted = min(wanted, math.ceil(FASTER * possible))
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
@@ -140,7 +141,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
-    reason = f"{seen}; from {PASSES_FOR_POLICY} on, a policy"
+    reason = f"{seen}; from {PASSES_FOR_POLICY} on, random operations (a policy)"
     choose(reason, auto_augment="trivialaugment" if changes else "none")
     if args.augmentation.auto_augment != "none":  # 0.0 is recorded, too: a resumed run must not choose anew
         choose(reason, policy_start_fraction=POLICY_START if changes else 0.0)
@@ -158,8 +159,9 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
             choose(seen, mixup_prob=0.8 if changes else 0.5)
 
     compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
-    pays = "pays" if compiles else "does not pay"
-    choose(f"compiling {pays} for {expected:.1f} minutes of training", torch_compile=compiles)
+    pays = f"it pays in {MINUTES_TO_COMPILE} minutes of training or more, on a CPU with a C++ compiler"
+    if not {"torch_compile_mode", "torch_compile_backend"} & recipe.settings.keys():  # which ask for it
+        choose(f"{expected:.1f} minutes; {pays}", torch_compile=compiles)
     if not training.check and not training.resume_from_checkpoint:  # they tell the time themselves
         logger.info(
             "Training will take about %.1f minutes: about %.0f passes over %d images, %.0f a second on average.",
@@ -203,6 +205,8 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
         model = ViTScratchForImageClassification(config).train()
         model.to(device)
         freeze(model, training.freeze_layers)
+        if getattr(training, "activation_checkpointing", False) or training.gradient_checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its old name
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})

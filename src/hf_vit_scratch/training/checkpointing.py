@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -31,6 +32,12 @@ def describe_last_checkpoint(output_dir: str) -> str:
     return f"The last complete checkpoint is {newest[0]}" if newest else "No checkpoint was saved yet"
 
 
+def best_checkpoint(state: TrainerState, output_dir: str) -> str | None:
+    """Return the best checkpoint of a resumed run: in its folder, whatever that was called before, or where it was."""
+    here = str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+    return next((folder for folder in (here, state.best_model_checkpoint) if folder and Path(folder).is_dir()), None)
+
+
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
     """Return the wanted checkpoint, verified; for `True`, the newest one of a run that is not damaged."""
     if not wanted:
@@ -48,12 +55,15 @@ def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) ->
     else:
         checkpoint = Path(wanted)
         if not (checkpoint / TRAINER_STATE_NAME).is_file():
-            raise UserError(f"{checkpoint} is no checkpoint: it holds no {TRAINER_STATE_NAME}.")
+            raise UserError(
+                f"{checkpoint} is not a checkpoint: it holds no {TRAINER_STATE_NAME}. Give a folder checkpoint-N of a "
+                "run, or true for the newest one."
+            )
         refuse_damage(checkpoint)
     if not (checkpoint / SCHEDULER_NAME).is_file():
         raise UserError(
-            f"{checkpoint} holds the model alone, as of --save_only_model. A run cannot be resumed from it; a new one "
-            f"can start from it: --model {checkpoint}."
+            f"{checkpoint} holds only the model, as with --save_only_model. A run cannot be resumed from it. Start a "
+            f"new one: --model {checkpoint}."
         )
     return checkpoint
 
@@ -113,7 +123,7 @@ def damaged_files(folder: Path) -> list[str]:
 def refuse_damage(checkpoint: Path) -> None:
     """Raise a `UserError` unless the files of a checkpoint are as they were saved."""
     if damaged := damaged_files(checkpoint):
-        raise UserError(f"{checkpoint} is incomplete or damaged ({', '.join(damaged)}) and cannot be loaded.")
+        raise UserError(f"{checkpoint} is incomplete or damaged ({', '.join(damaged)}). Restore it, or use another.")
 
 
 def write_through(path: Path) -> None:

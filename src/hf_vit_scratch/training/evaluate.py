@@ -137,8 +137,8 @@ def load_rows(
         rows = load_split(DataArguments(**flags), split)
         if number := 0 if run is None else count_learnt(run, rows):
             logger.warning(
-                "%s: %d of the %d images are of those that %s was trained on, by name and size. Its accuracy on them "
-                "is too good.", data, number, len(rows), run,
+                "%s: %d of the %d images have the names and sizes of training images of %s. Its accuracy on them is "
+                "too high.", data, number, len(rows), run,
             )  # fmt: skip
         return data, rows
     args.data.data = own

@@ -110,9 +110,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _refuse_options(given: Namespace) -> None:
     if given.output_dir is None and not local_path(given.run).exists():
-        raise UserError(
-            f"{given.run} is no folder here: give --output_dir. A folder of this name would hide the model on the Hub."
-        )
+        raise UserError(f"{given.run} is not a local folder, so the export has no default folder. Give --output_dir.")
     if given.int8 and given.format == "pt2":
         raise UserError("--int8 is for --format onnx and openvino.")
 

@@ -30,8 +30,8 @@ class LossWatch(TrainerCallback):
             raise UserError(
                 f"The loss is {loss} at step {state.global_step}. {describe_last_checkpoint(args.output_dir)}. The "
                 f"likely cause is a learning rate that is too high (now {rate:.3g}), too short a warm-up, or 16-bit "
-                "precision: try a lower --learning_rate, a longer --warmup_steps, --max_grad_norm 1, or, for a new "
-                "model, --qk_norm true."
+                "precision. Start a new run, in another --output_dir, with a lower --learning_rate, a longer "
+                "--warmup_steps, --max_grad_norm 1, --bf16 false or, for a new model, --qk_norm true."
             )
         if "loss" not in logs or args.task != "image-classification" or not state.is_world_process_zero:
             return
@@ -45,9 +45,9 @@ class LossWatch(TrainerCallback):
         chance = math.log(2 if several else max(getattr(model.config, "num_labels", 0), 2))  # of equal probabilities
         if loss > NOT_MOVED * first_loss and loss > 0.9 * chance:
             logger.warning(
-                "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and see "
-                "with --check true whether the labels belong to the images; else try a lower --learning_rate, fewer "
-                "augmentations, or more time.",
+                "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and run "
+                "with --check true and another --output_dir to see whether the labels belong to the images. Else try "
+                "a lower --learning_rate, fewer augmentations, or more time.",
                 100 * self._share_done(args, state, watched[0]),
                 first_loss,
                 loss,

@@ -168,10 +168,11 @@ class BatchedMuon(torch.optim.Muon):
         squares = updates.square().mean(dim=2 if updates.shape[1] >= updates.shape[2] else 1, keepdim=True)
         for parameter, square in zip(parameters, squares, strict=True):
             if "second_moment" not in self.state[parameter]:
-                self.state[parameter]["second_moment"] = torch.zeros_like(square)
+                # `load_state_dict` brings all states to the precision of their parameters.
+                self.state[parameter]["second_moment"] = torch.zeros_like(square, dtype=parameter.dtype)
         second_moments = [self.state[parameter]["second_moment"] for parameter in parameters]
-        torch._foreach_lerp_(second_moments, squares.unbind(), 1 - beta2)
-        normalized = updates * torch.stack(second_moments).clamp(min=1e-10).rsqrt()
+        torch._foreach_lerp_(second_moments, squares.to(parameters[0].dtype).unbind(), 1 - beta2)
+        normalized = updates * torch.stack(second_moments).float().clamp(min=1e-10).rsqrt()
         norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, normalized))
         return normalized * torch.div(*norms).nan_to_num(0)  # an update of zeros stays
 

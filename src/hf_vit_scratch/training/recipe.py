@@ -168,7 +168,7 @@ def model_config(
     fixed = {name: getattr(start, name) for name in given if name in ARCHITECTURE} if start else {}
     if wrong := [name for name, saved in fixed.items() if _plain(given[name]) != _plain(saved)]:
         listed = ", ".join(f"{name} {given[name]} (saved: {fixed[name]})" for name in wrong)
-        raise UserError(f"--model {model} does not fit: {listed}. Leave that to the saved model.")
+        raise UserError(f"--model {model} does not fit: {listed}. Leave these out: the saved model has its own.")
     given["id2label"] = dict(enumerate(label_names))
     given["label2id"] = {name: index for index, name in enumerate(label_names)}
     try:
@@ -221,6 +221,9 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
     except ArgumentError as error:
         raise UserError(f"{source}: {str(error).rstrip('.')}. Run {parser.prog} --help for the flags.") from error
     null = [argument.removeprefix("--").replace("-", "_") for argument in null]
+    if unknown and not unknown[0].startswith("-"):
+        advice = "Flags begin with --, and a value with spaces needs quotes."
+        raise UserError(f"{source}: unexpected {unknown[0]!r}. {advice}")
     given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
     _refuse_unknown([*null, *given], names, source, parser.prog)
     defaults = {name: parser.get_default(name) for name in null}

@@ -64,18 +64,21 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     if checkpoint is None or checkpoint.resolve().parent != output_dir.resolve():
         _refuse_other_run(output_dir)
     begun = None if checkpoint is None else Recipe.load(checkpoint.parent)
+    if checkpoint is None:
+        args.resume_from_checkpoint = None  # which may be "false"
     if checkpoint is None or begun is None:
         return checkpoint
     if begun.processes != args.world_size:
         raise UserError(
             f"{checkpoint} belongs to a run of {begun.processes} processes, got {args.world_size}: a step would have "
-            "another number of images. Start as many."
+            f"another number of images. Start {begun.processes} processes."
         )
     was, now = (one.values("recipe", "flag") for one in (begun, recipe))
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
     if args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        free = free - {"eval_steps", "eval_strategy"}  # on whose results the training then depends
+        # The training then depends on evaluations, which come as often as log lines unless eval_steps is set.
+        free = free - {"eval_steps", "eval_strategy", "logging_steps"}
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
     if changed:
         listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)
@@ -94,6 +97,7 @@ def _refuse_other_run(output_dir: Path) -> None:
     replaceable = {output_dir / name for name in (RECIPE, FACTS, "_samples.png", LISTING, SPLITS, LOCK)}
     if (output_dir / RECIPE).is_file():  # without it, checkpoints without checksums are another trainer's
         replaceable |= {*output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(output_dir)}
+        replaceable.add(output_dir / "runs")  # TensorBoard's
     if output_dir.is_file() or {*output_dir.glob("[!.]*")} - replaceable:  # macOS writes .DS_Store
         raise UserError(
             f"{output_dir} is not empty, and a run is never overwritten. Continue it with --resume_from_checkpoint "

@@ -186,7 +186,7 @@ def data_report(trainer: ViTTrainer) -> str:
     bound = "computing" if computing < loading else "loading"
     height, width = batch["pixel_values"].shape[-2:]  # those of the beginning; larger ones may come later
     print(
-        f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: the bound is {bound} "
+        f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: {bound} limits the speed "
         f"({width}x{height} pixels, as at the beginning)"
     )
     if bound == "loading":

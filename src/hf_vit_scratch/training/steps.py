@@ -119,9 +119,7 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
             raise UserError("--streaming needs --max_steps: nobody knows how long a stream is.")
         for name in ("eval", "save"):
             if getattr(training, f"{name}_strategy") == "epoch":
-                raise UserError(
-                    f"a stream has no epochs: --streaming needs --{name}_strategy steps, with --{name}_steps, or no."
-                )
+                raise UserError(f"A stream has no epochs. Give --{name}_strategy no, or steps with --{name}_steps.")
         with training.main_process_first(desc="data"):  # it downloads what the others then find
             splits = load_splits(**vars(args.data))
     else:
@@ -190,7 +188,7 @@ def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     if begun is None or begun.fingerprint == recipe.fingerprint:
         return
     number = count_learnt(run, test)
-    what = f"{number} of the {len(test)} test images are among its training images: the test accuracy is too good."
+    what = f"{number} of the {len(test)} test images are among its training images: test accuracy will be too high."
     if not number:
         some = "Some test images may be" if number is None else "None of the test images is"
         what = f"{some} among its training images."
@@ -350,10 +348,10 @@ def advise_on_memory(training: ViTTrainingArguments) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
         raise UserError(
-            f"The device ran out of memory with {batch} images per batch. The same result comes from a new run with "
-            f"smaller batches: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
+            f"The device ran out of memory with {batch} images per batch. Start a new run with smaller batches, which "
+            f"give the same result: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
             f"{2 * steps}. Or use --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
-            "--auto_find_batch_size true."
+            "--auto_find_batch_size true. In an evaluation, a smaller --per_device_eval_batch_size helps."
         ) from error
 
 
@@ -373,7 +371,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
     if training.should_save:
         recipe.save(Path(training.output_dir), command)
     # The advice comes first, or a device without memory would be the user's mistake.
-    with blame_the_user(until=lambda: trainer.has_started), advise_on_memory(training):
+    with blame_the_user(until=lambda: trainer.has_seen_batch), advise_on_memory(training):
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt:
@@ -384,7 +382,10 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         number = trainer.graceful_stop.signal
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         last, how = describe_last_checkpoint(training.output_dir), " the same launcher and" * (training.world_size > 1)
-        logger.info("Stopped by %s. %s. Continue with%s: %s --resume_from_checkpoint true", name, last, how, command)
+        further = f"Continue with{how}: {command} --resume_from_checkpoint true"
+        if training.save_only_model:
+            further = "It holds the model alone, from which a new run can start by --model"
+        logger.info("Stopped by %s. %s. %s", name, last, further)
         sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
     trainer.save_model(_internal_call=True)
@@ -402,4 +403,4 @@ def push(trainer: ViTTrainer) -> None:
         exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*", "--exclude", "training_args.bin"]
         again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
         reason = " ".join(str(error).split())
-        raise UserError(f"The run is whole in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
+        raise UserError(f"The run is complete in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error

@@ -24,7 +24,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -36,6 +36,7 @@ from ..speed.hardware import keep_freed_memory
 from ..speed.optimize import Optimization, example_batch_for, optimize
 from .arguments import ViTTrainingArguments, refuse_with_fsdp
 from .checkpointing import (
+    best_checkpoint,
     delete_checkpoint,
     describe_last_checkpoint,
     find_checkpoint,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Hooks(TrainerCallback):
-    """The work of `ViTTrainer` at the Trainer's events, in the order that it needs within each."""
+    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks of users come before it."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -64,29 +65,27 @@ class _Hooks(TrainerCallback):
             checkpoint, minutes = trainer.resumed_checkpoint, f"{trainer.clock.minutes:.1f}"
             minutes += f" of {args.max_train_minutes:g}" if args.max_train_minutes else ""
             logger.info("Continues from %s, after %s minutes of training.", checkpoint, minutes)
-            if state.global_step >= state.max_steps or trainer.clock.progress >= 1:
-                logger.info("That run is finished: nothing is left to train. To train longer, start a new run.")
         state.compute_steps(args, state.max_steps)  # the intervals of this call, not the checkpoint's
         optimized = trainer.optimization
         if optimized is not None and optimized.model is not trainer.model:  # `model_init` made another
             trainer.optimization = trainer.optimize_model(optimized.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             trainer.train_dataset.first_batch = state.global_step * args.gradient_accumulation_steps
-        if state.best_global_step and not (state.best_model_checkpoint and Path(state.best_model_checkpoint).is_dir()):
-            # The folder of the run was moved.
-            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            state.best_model_checkpoint = str(best) if best.is_dir() else None
+        state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
-            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # saving needs an entry
+            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # without an entry, saving fails
             vars(trainer.early_stopping).update(saved)
             control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
+        finished = state.global_step >= state.max_steps or trainer.clock.progress >= 1 or control.should_training_stop
+        if trainer.resumed_checkpoint is not None and finished:
+            logger.info("That run is finished: nothing is left to train. To train longer, start a new run.")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
-        if self.trainer.sampler is not None:  # the stock Trainer forgets it when several processes resume
+        if self.trainer.sampler is not None:  # the stock Trainer fails to, if several processes resume
             self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,10 +100,10 @@ class _Hooks(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # After a signal, `on_step_end` has saved already. Save again only to keep the result of an epoch's evaluation.
-        # A resumed run that was finished trains on no batch: it neither evaluates nor saves.
-        if self.trainer.stopped or not self.trainer.has_started:
-            control.should_evaluate &= self.trainer.has_started and state.epoch % 1 == 0
+        # A stop within an epoch comes here, too; `on_step_end` has saved. At the end of an epoch, evaluate, and save
+        # the result. A resumed run that was finished sees no batch: it neither evaluates nor saves.
+        if self.trainer.stopped or not self.trainer.has_seen_batch:
+            control.should_evaluate &= self.trainer.has_seen_batch and state.epoch % 1 == 0
             control.should_save = control.should_evaluate
         control.should_log |= control.should_evaluate or control.should_save
 
@@ -133,7 +132,7 @@ class ViTTrainer(Trainer):
         model, args, others, kwargs: As for the stock Trainer, but `args` must be `ViTTrainingArguments`.
         data_collator: Gets a whole batch of `ImageClassificationDataset`, not rows.
         stage: Function from the share of training that is done, 0 to 1, to the index of the training stage: the second
-            result of `training_stages`. Not needed if there is only one.
+            result of `training_stages`. Not needed if there is only one, or for a stream, which has its own.
     """
 
     args: ViTTrainingArguments
@@ -155,30 +154,29 @@ class ViTTrainer(Trainer):
         default_metric = ViTTrainingArguments.metric_for_best_model
         if self.compute_metrics is None and self.args.metric_for_best_model == default_metric:  # only the loss
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
-        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # which take less for better
+        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # for which lower is better
             mode = "max" if self.args.greater_is_better else "min"
             self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
         stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
-        if stage is None and len(stages) > 1:
+        if stage is None and len(stages) > 1 and isinstance(self.train_dataset, ImageClassificationDataset):
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
         self.stage = stage or (lambda progress: 0)
         self.sampler: EpochSampler | None = None
         self.ema: EMA | None = None
-        self.clock = Clock(self.args)
+        self.clock = Clock(self.args)  # its progress stays 0 without max_train_minutes
         self.graceful_stop = GracefulStop(self.args)
         self.stopped = False  # a signal has ended the training
-        self.has_started = False  # the first batch has come
+        self.has_seen_batch = False  # in this call of `train`
         self.resumed_checkpoint: Path | None = None
         self.pushed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
-        self._images_in_step = 0
-        self._images_since_log, self._counted_since = 0, 0.0  # see `restart_throughput`
+        self._images_in_step, self._images_since_log, self._counted_since = 0, 0, 0.0  # see `restart_throughput`
         self.optimization = self.optimize_model(self.args.speed_choice)
-        self.add_callback(_Hooks(self))
+        self.add_callback(_Hooks(self))  # after those that ask for a save or an evaluation: it adds the log line
         self.add_callback(LossWatch())
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
@@ -198,7 +196,7 @@ class ViTTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        self.has_started = self.stopped = False
+        self.has_seen_batch = self.stopped = False
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
         self._unfinished_checkpoint = None
@@ -225,7 +223,7 @@ class ViTTrainer(Trainer):
             if self.args.should_save:
                 delete_checkpoint(self._unfinished_checkpoint)
             last = describe_last_checkpoint(self.args.output_dir)
-            raise UserError(f"{self.args.output_dir} cannot be written to: {error}. {last}.") from error
+            raise UserError(f"{self.args.output_dir} has no space left ({error}). Free some. {last}.") from error
         finally:
             self.args.save_total_limit, self.args.save_strategy = self._save_total_limit, save_strategy
             if self.ema is not None:
@@ -238,16 +236,18 @@ class ViTTrainer(Trainer):
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
         model, args = self.model, self.args
-        if not hasattr(getattr(model, "config", None), "image_height_width"):
+        if not hasattr(getattr(model, "config", None), "image_height_width"):  # not of this package
             return None
         compile_options: dict[str, Any] = {}
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
-        num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
-        if args.max_steps <= 0:
-            rows: Any = self.train_dataset or ()
-            num_images = args.num_train_epochs * len(rows) / args.world_size  # of this process
+        rows: Any = self.train_dataset or ()
+        num_images = (  # of this process
+            args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
+            if args.max_steps > 0
+            else args.num_train_epochs * len(rows) / args.world_size
+        )
         pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=num_images)
@@ -296,16 +296,16 @@ class ViTTrainer(Trainer):
             if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
                 # Worker processes would have nothing to do, and what is on the device cannot be pinned.
                 rest = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
-                loader = self.accelerator.prepare(
-                    DataLoader(dataset, batch_size, collate_fn=self.data_collator, **rest)
-                )
+                loader = DataLoader(dataset, batch_size, collate_fn=self.data_collator, **rest)
+                loader = self.accelerator.prepare(loader)
             else:
-                args = (batch_size, sampler_fn, is_training, *args)
-                loader = super()._get_dataloader(dataset, description, *args, **kwargs)
+                given = (batch_size, sampler_fn, is_training, *args)
+                loader = super()._get_dataloader(dataset, description, *given, **kwargs)
         finally:
             self.args.dataloader_drop_last = drop_last
         if isinstance(dataset, ImageClassificationDataset) or not is_training:
             # Each iterator draws a seed. From torch's own generator, it would shift the numbers of stochastic depth.
+            # Other training datasets need one from there: their workers' random numbers follow from it.
             getattr(loader, "base_dataloader", loader).generator = torch.Generator()
         return loader
 
@@ -365,8 +365,8 @@ class ViTTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Make one forward and backward pass, uncompiled for a batch that is not full, which has another size."""
-        if not self.has_started:
-            self.has_started = True
+        if not self.has_seen_batch:
+            self.has_seen_batch = True
             self.restart_throughput()
         self._images_since_log += len(inputs["pixel_values"])
         with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
@@ -380,25 +380,25 @@ class ViTTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the throughput of training since the last line, and the minutes of the whole run."""
-        if "loss" in logs and self.has_started:
+        if "loss" in logs and self.has_seen_batch:
             seconds = time.perf_counter() - self._counted_since
             logs["images_per_second"] = round(self._images_since_log * self.args.world_size / seconds, 1)
             self.restart_throughput()
         if self.is_in_train:
             logs["minutes"] = round(self.clock.minutes, 4)
         super().log(logs, start_time)
-        logs.pop("minutes", None)  # of the caller, where a hyperparameter search sums all metrics: time must not count
+        logs.pop("minutes", None)  # from the caller's dictionary, whose metrics a hyperparameter search sums
 
     def restart_throughput(self) -> None:
-        """Count images and time from here on."""
+        """Count images and time anew: those of an evaluation or a save do not count."""
         self._images_since_log, self._counted_since = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any, and without the layers that are compiled for training."""
         self.wait_for_push_before_forking()
         with self._averaged(), self._uncompiled_if(True):
-            # With several devices the last batch is padded with repeated images, and the stock loss counts them. If
-            # `compute_metrics` returns a loss, that replaces it: not for regression and masked images.
+            # With several devices the last batch is padded with repeated images, and the stock loss counts them.
+            # A loss of `compute_metrics` replaces it; for regression and masked images there is none.
             output = super().evaluation_loop(*args, **kwargs)
         self.restart_throughput()
         return output
@@ -470,7 +470,7 @@ class ViTTrainer(Trainer):
         tags: str | list[str] | None = None,
         **others: Any,
     ) -> None:
-        """Write our card, which needs no `others`, instead of the stock one, which models of other classes keep."""
+        """Write our card, without `others`; models of other classes get the stock one."""
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, tags=tags, **others)
             return
