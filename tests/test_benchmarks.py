@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -183,7 +184,8 @@ def test_starting_points_are_trained_and_can_be_read(library, class_folders, tmp
 
     heads = {"num_attention_heads": 2} if library == "torchvision" else {}
     loaded = load(str(output / "weights.pt" if heads else output), **heads)
-    assert f"{library}: 0.0 passes" not in capsys.readouterr().out
+    (passes,) = re.findall(rf"{library}: ([\d.]+) passes", capsys.readouterr().out)
+    assert float(passes) > 0
     assert loaded.model.config.num_hidden_layers == 4
 
 
@@ -196,7 +198,8 @@ def test_other_methods_train_for_their_time_on_the_same_images(method, class_fol
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setattr(own_images, "START", time.perf_counter())
 
-    report = own_images.train_other(method, tmp_path, seconds=6.0, seed=0)
+    seconds = 6.0 if method == "transformers_vit" else 2.0  # which measures its speed first
+    report = own_images.train_other(method, tmp_path, seconds=seconds, seed=0)
 
     assert report["passes"] > 1
     assert 0 <= report["accuracy"] <= 1

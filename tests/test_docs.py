@@ -28,6 +28,7 @@ ELSEWHERE = re.compile(
     r"pip |python3? -m (pip|venv)|hf |vit-scratch explore |vit-scratch train --push_to_hub |python walkthrough/|"
     r"accelerate |RELIABILITY="
 )
+LAUNCHED = re.compile(r"accelerate launch .*?(?:-m vit_scratch train|train\.py)(.*)")
 HUB = ("uoft-cs/cifar10", "ILSVRC/imagenet-1k")  # data sets that pages name
 SIZES = ["--hidden_size=32", "--num_hidden_layers=2", "--num_attention_heads=2", "--intermediate_size=64"]
 SHORT = ["--max_train_minutes=0.02", "--logging_steps=1", "--speed_choice=plain", "--use_cpu=true"]
@@ -118,7 +119,9 @@ def test_every_block_of_code_runs(page, here):
             exec(compile(code, str(page), "exec"), names)
         elif language == "bash":
             for command in filter(None, map(str.strip, code.splitlines())):
-                if not ELSEWHERE.match(command):
+                if launched := LAUNCHED.match(command):
+                    parse_recipe(shlex.split(launched[1], comments=True))
+                elif not ELSEWHERE.match(command):
                     run_command(command)
 
 

