@@ -442,6 +442,7 @@ def test_files_that_are_missing_are_counted(columns, folder):
     refused(folder, message, label=LABELS, **columns)
 
 
+@pytest.mark.filterwarnings("ignore::pandas.errors.ParserWarning")  # as outside of tests
 def test_cells_without_a_column_are_refused(folder):
     refused(
         folder,
