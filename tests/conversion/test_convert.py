@@ -442,6 +442,7 @@ def test_option_for_files_is_refused_with_a_folder(tmp_path, capsys):
     message = error_of(capsys, tmp_path / "theirs", tmp_path / "ours", "--image_size", "24")
 
     assert message.endswith("is not. Leave them out.")
+    assert "is neither a file" in error_of(capsys, tmp_path / "theirs.pth", tmp_path / "ours", "--image_size", "24")
 
 
 def test_unknown_architecture_is_refused(tmp_path, capsys):

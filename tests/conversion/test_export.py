@@ -270,7 +270,7 @@ def test_classes_of_one_name_have_their_own_scores():
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_scores_that_are_no_numbers_are_refused(wrong, labelled):
     answering, images, labels = labelled
-    with pytest.raises(UserError, match="The scores of 40 of 40 images are not finite"):
+    with pytest.raises(UserError, match="does not answer as the model does: its scores are not"):
         prove(answering, lambda batch: np.full((len(batch), 5), wrong), images, labels, False)
 
 

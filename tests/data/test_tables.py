@@ -124,7 +124,7 @@ def test_unknown_class_is_no_label_with_a_separator_either(separator, photograph
         features=Features({"image": ImageFeature(), "label": ClassLabel(names=["a,b", "b,c"])}),
     ).to_parquet(tmp_path / "a.parquet")
 
-    with pytest.raises(UserError, match=r"10 rows of train have a label outside 0 to "):
+    with pytest.raises(UserError, match=r"10 rows of train have (no label|a label outside 0 to 1)"):
         load_splits(str(tmp_path), label_separator=separator, near_duplicates="ignore")
 
 
@@ -446,7 +446,7 @@ def test_files_that_are_missing_are_counted(columns, folder):
 def test_cells_without_a_column_are_refused(folder):
     refused(
         folder,
-        r"labels\.csv cannot be read as a table.*does not match length of data",
+        r"labels\.csv: .*does not match length of data.*\. Each column needs a name, and a text",
         label=[f"{name},night" for name in LABELS],
     )
 
@@ -475,8 +475,14 @@ def test_column_of_classes_beside_a_column_called_label_is_a_question(folder):
 
 def test_column_of_labels_that_is_empty_is_refused(folder):
     table = write_table(folder / "labels.csv", kind=[""] * 20, name=LABELS)
-    with pytest.raises(UserError, match=r"no row of train has a label\. Fill the column, or choose another"):
-        load_splits(str(table), label_column=["kind"])
+    for choices in ({}, {"label_separator": ";"}):
+        with pytest.raises(UserError, match=r"no row of train has a label\. Fill the column, or choose another"):
+            load_splits(str(table), label_column=["kind"], **choices)
+
+
+def test_row_without_a_label_is_named(folder):
+    labels = ["", *LABELS[1:]]
+    refused(folder, r"1 rows of train have no label; the first is .*cat/00\.png with None", label=labels)
 
 
 def test_split_without_tags_is_not_labelled(folder, caplog):
@@ -588,7 +594,12 @@ def test_class_that_no_training_image_has_is_refused(tmp_path):
 
 @pytest.mark.parametrize("labels", [[0.5, None] * 10, [["a"], None] * 10], ids=["numbers", "lists"])
 def test_rows_without_a_label_are_refused(folder, labels):
-    refused(folder, r"10 rows of train have a label .*; the first is .*\.png with ", suffix=".jsonl", label=labels)
+    refused(
+        folder,
+        r"10 rows of train have (no label|a label .*); the first is .*\.png with ",
+        suffix=".jsonl",
+        label=labels,
+    )
 
 
 def test_number_that_is_not_finite_is_named(folder):

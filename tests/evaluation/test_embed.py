@@ -91,13 +91,15 @@ def test_vectors_are_kept_without_the_other_tokens(saved, photos, tmp_path, monk
     assert [vector.base for vector in kept] == [None] * 3
 
 
-def test_file_is_opened_before_anything_is_computed(saved, photos, tmp_path, monkeypatch, capsys):
+def test_folder_in_the_place_of_the_file_is_refused_before_anything_is_computed(
+    saved, photos, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(embed, "forward", None)
     (tmp_path / "folder.npz").mkdir()
 
     assert vit_scratch.main(["embed", saved(), str(photos), "--output", str(tmp_path / "folder.npz")]) == 2
 
-    assert "Is a directory" in capsys.readouterr().err
+    assert "--output must be a file, but" in capsys.readouterr().err
 
 
 def test_another_format_is_refused_before_anything_is_computed(saved, photos, tmp_path, capsys):

@@ -478,6 +478,16 @@ def test_model_of_timm_is_taken(mixed_images, tmp_path, capsys):
         assert_same_predictions(result["predictions"], plain_predictions(tmp_path / "model", result["image"]))
 
 
+def test_run_that_was_stopped_is_no_model_yet(saved, mixed_images, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    saved().rename(tmp_path / "run" / "checkpoint-3")
+    (tmp_path / "run" / "last").symlink_to("checkpoint-3")
+
+    message = error_of(capsys, tmp_path / "run", mixed_images)
+
+    assert message.endswith(f"run holds a run that is not finished. Resume it, or give {tmp_path / 'run' / 'last'}.")
+
+
 @pytest.mark.parametrize(("model_type", "code"), [("theirs", 2), ("vit_scratch", 0)])
 def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_images, tmp_path):
     folder = saved()

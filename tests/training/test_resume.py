@@ -83,6 +83,18 @@ def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch,
     assert resumed == whole
 
 
+def test_stop_of_a_run_that_saves_the_model_alone_advises_a_new_one(tmp_path, monkeypatch, caplog):
+    def press_ctrl_c(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(())
+
+    monkeypatch.setattr(ViTTrainer, "training_step", press_ctrl_c)
+    argv = [*SMALL, "--save_only_model", "true", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
+    with caplog.at_level("INFO"), pytest.raises(SystemExit, match="130"):
+        train.main([*argv, "--save_strategy", "no", "--output_dir", str(tmp_path / "run")])
+    assert caplog.messages[-1].endswith("A run cannot be resumed from it, but a new one can start: --model")
+
+
 def test_run_stopped_at_the_end_of_an_epoch_keeps_its_evaluation(tmp_path, monkeypatch):
     argv = [*SMALL, "--num_train_epochs", "2", "--eval_strategy", "epoch", "--save_strategy", "epoch", "--output_dir"]
     expected = train.main([*argv, str(tmp_path / "whole")])
@@ -175,10 +187,17 @@ def test_evaluations_that_can_end_the_training_stay_as_they_were(tmp_path):
 
     with pytest.raises(UserError, match=r"with another recipe: eval_steps 1\.0 \(was 2\.0\)"):
         train.main([*argv, "--eval_steps", "1", "--resume_from_checkpoint", "true"])
-    with pytest.raises(
-        UserError, match=r"with another recipe: logging_steps 1\.0 \(was 0\.05\)"
-    ):  # eval_steps by default
-        train.main([*argv, "--logging_steps", "1", "--resume_from_checkpoint", "true"])
+    train.main([*argv, "--logging_steps", "1", "--resume_from_checkpoint", "true"])
+
+
+def test_log_lines_that_come_with_evaluations_stay_as_they_were(tmp_path):
+    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "null", "--save_strategy", "steps",
+            "--save_steps", "2", "--early_stopping_patience", "3", "--output_dir", str(tmp_path),
+            "--logging_steps"]  # fmt: skip
+    train.main([*argv, "2"])
+
+    with pytest.raises(UserError, match=r"with another recipe: logging_steps 1\.0 \(was 2\.0\)"):
+        train.main([*argv, "1", "--resume_from_checkpoint", "true"])
 
 
 def test_resumed_run_logs_evaluates_and_saves_when_its_own_flags_say(tmp_path):

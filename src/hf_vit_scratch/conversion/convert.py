@@ -80,7 +80,8 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
     """
     if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
-    if any(unsaid.values()) and not Path(source).is_file():
+    is_weights = Path(source).is_file() or Path(source).suffix in (".safetensors", ".pth", ".bin")  # perhaps mistyped
+    if any(unsaid.values()) and not is_weights:
         raise UserError(
             f"--num_attention_heads, --image_size and --pooling are for a file of weights, which {source} is not. "
             "Leave them out."

@@ -18,6 +18,7 @@ from transformers import EvalPrediction, ImageClassificationPipeline
 
 from ..data.exported import read_image
 from ..data.targets import ProblemType
+from ..errors import UserError
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics, problem_type_of, summarize_logits
 from ..evaluation.predict import classes_by_number
 from ..speed.optimize import example_batch_for, optimize
@@ -127,6 +128,8 @@ def prove(
     )
     batches = [(scores_of_pipeline(classifier, batch), scores_of_export(classify, batch)) for batch in batched(images)]
     theirs, ours = (np.concatenate(scores) for scores in zip(*batches, strict=True))
+    if not np.isfinite(ours).all():
+        raise UserError("The export does not answer as the model does: its scores are not finite.")
     before, after = (evaluate_scores(scores, labels)[1] for scores in (theirs, ours))
     metric, most_lost = METRIC_NAMES[kind][0], max(MOST_LOST, FEW_IMAGES / len(labels))
     proof: dict[str, Any] = {"metric": metric, "pipeline": before, "export": after}

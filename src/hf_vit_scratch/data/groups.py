@@ -94,7 +94,7 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     for path in paths_of(rows):
         for above in (root, os.path.abspath(root)):  # as in tables
             path = path.removeprefix(f"{above}{os.sep}")
-        match = pattern.search(path) if level is None else None
+        match = pattern.search(path.replace(os.sep, "/")) if level is None else None
         group = match and (match[1] if pattern.groups else match[0])
         if group is not None:
             names.append(group)

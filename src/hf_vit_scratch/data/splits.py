@@ -202,11 +202,13 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
     feature, labels = rows.features["label"], rows["label"][:]
     if wrong := [row for row, label in enumerate(labels) if not is_valid(feature, label)]:
-        allowed = f"outside 0 to {len(label_names(feature)) - 1}"
+        kind = f"a label outside 0 to {len(label_names(feature)) - 1}"
         if problem_type(feature) == "regression":
-            allowed = "that is not a finite number"
+            kind = "a label that is not a finite number"
+        elif labels[wrong[0]] is None:
+            kind = "no label"
         raise UserError(
-            f"{data}: {len(wrong)} rows of {split} have a label {allowed}; the first is "
+            f"{data}: {len(wrong)} rows of {split} have {kind}; the first is "
             f"{paths_of(rows)[wrong[0]] or f'row {wrong[0]}'} with {labels[wrong[0]]}. Correct or delete them."
         )
 

@@ -37,9 +37,13 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
         header = lines.readline()
     options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False, "index_col": False}
     options["sep"] = ";" if ";" in header and "," not in header else ","
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
-        text = pd.read_csv(file, dtype=str, **options)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
+            text = pd.read_csv(file, dtype=str, **options)
+    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{file}: {reason}. Each column needs a name, and a text with commas needs quotes.") from error
     points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
     options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)

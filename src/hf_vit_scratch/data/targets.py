@@ -140,10 +140,11 @@ def encode_labels(
             f"without --label_separator; it is {features[0]}. Leave --streaming out."
         )
     table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
+    if all(value is None for row in table[train] for value in row):
+        raise UserError(f"{data}: no row of {train} has a label. Fill the column, or choose another: --label_column.")
     for split, rows in table.items():
-        is_whole = _holds(features[0], "int") and (-1,) not in table[train]
-        if is_whole and split != train and all(row == (-1,) for row in rows):  # what has no label, as on the Hub
-            table[split] = [(None,)] * len(rows)
+        if split != train and _holds(features[0], "int") and {*rows} == {(-1,)} and (-1,) not in table[train]:
+            table[split] = [(None,)] * len(rows)  # it has no labels, as on the Hub
     is_class = len(columns) == 1 and isinstance(first, ClassLabel)
     if is_class:  # whose names will be split
         names, first = dict(enumerate(first.names)), Value("string")
@@ -159,8 +160,8 @@ def encode_labels(
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
         for split, rows in table.items():  # an empty cell has none of the labels, but an empty column is not labelled
             unknown = is_class or (split != train and all(row == (None,) for row in rows))
-            lists_of = (None if unknown and row[0] is None else split_names(row[0] or "", separator) for row in rows)
-            table[split] = [(labels,) for labels in lists_of]
+            texts = [None if unknown and row[0] is None else row[0] or "" for row in rows]
+            table[split] = [(text if text is None else split_names(text, separator),) for text in texts]
         is_list = True
     lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
@@ -194,8 +195,6 @@ def _number_names(
     """Return the feature of lists of names, by default those of the training rows, and the lists of their numbers."""
     used = {split: {*chain(*(row or () for row in rows))} - {None} for split, rows in lists.items()}
     names = names or sorted(used[train])
-    if not names:
-        raise UserError(f"{data}: no row of {train} has a label. Fill the column, or choose another: --label_column.")
     if complete and (unseen := {*names}.union(*used.values()) - used[train]):
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."

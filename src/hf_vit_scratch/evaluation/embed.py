@@ -32,16 +32,18 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--output must end in .parquet or .npz, got {args.output}.")
     encoder = load_pipeline("image-feature-extraction", AutoModel, "image encoder", args.model, args.device)
     names, vectors = [], []
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("wb") as file:  # before the images, for it may fail
-        results = forward(encoder, ("pooler_output",), paths, args.batch_size, args.num_workers)
-        for result in name_broken(PROGRAM, results, len(paths)):
-            if "error" not in result:
-                names.append(os.fsencode(result["image"]).decode(errors="replace"))  # a name may not be UTF-8
-                vectors.append(result["pooler_output"].float().flatten().numpy().copy())  # without the other tokens
-        if suffix == ".npz":
+    args.output.parent.mkdir(parents=True, exist_ok=True)  # before the images, for it may fail
+    if args.output.is_dir():
+        raise UserError(f"--output must be a file, but {args.output} is a folder.")
+    results = forward(encoder, ("pooler_output",), paths, args.batch_size, args.num_workers)
+    for result in name_broken(PROGRAM, results, len(paths)):
+        if "error" not in result:
+            names.append(os.fsencode(result["image"]).decode(errors="replace"))  # a name may not be UTF-8
+            vectors.append(result["pooler_output"].float().flatten().numpy().copy())  # without the other tokens
+    if suffix == ".npz":
+        with args.output.open("wb") as file:  # to a name, NumPy would add .npz after .NPZ
             np.savez(file, image=np.array(names), embedding=np.array(vectors))
-        else:
-            parquet.write_table(pyarrow.table({"image": names, "embedding": vectors}), file)
+    else:
+        parquet.write_table(pyarrow.table({"image": names, "embedding": vectors}), args.output)
     print(f"{len(names)} vectors are in {args.output}.")
     return int(len(names) < len(paths))

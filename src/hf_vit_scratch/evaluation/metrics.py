@@ -104,8 +104,8 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     numbers = predictions[2] if kind == "single_label_classification" else predictions
     if lost := int((~np.isfinite(numbers)).reshape(len(labels), -1).any(axis=1).sum()):
         raise UserError(
-            f"The scores of {lost} of {len(labels)} images are not finite: 16-bit numbers are too small (leave --fp16 "
-            "out), the weights are damaged, or the training has failed."
+            f"The scores of {lost} of {len(labels)} images are not finite: the weights are damaged, the training has "
+            "failed, or 16-bit numbers are too small (then give --fp16 false)."
         )
     if kind == "regression":
         return {"r2": float(r2_score(labels, predictions)), "mae": float(mean_absolute_error(labels, predictions))}

@@ -169,7 +169,7 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     titles = {name: f"test {TITLES.get(name, name.replace('_', ' '))}" for name in names}
     for name, title in {**titles, f"flip_{names[0]}": f"{titles[names[0]]} with the mirrored view"}.items():
         values = [report[f"test_{name}"] for report in reports if f"test_{name}" in report]
-        if not values:
+        if len(values) < len(reports):  # the views of some runs only
             continue
         scale, form, unit = (100, ".1f", "%") if name.endswith("accuracy") else (1, ".3f", "")
         form = ".4g" if name == "mae" and max(values) < 1000 else form  # an error has the size of the numbers
@@ -239,5 +239,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", help="description of the images, if they came from a local folder")
     parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0 (default: the run's)")
     args = parser.parse_args(argv)
+    if len({run.resolve() for run in args.runs}) < len(args.runs):
+        raise UserError("Two of the folders are the same run. Name each once.")
     make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
     print(f"{args.output} and its figures are written.")

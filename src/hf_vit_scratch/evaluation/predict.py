@@ -103,6 +103,8 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
     if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
         raise UserError(f"{model} is not a folder. Give the folder of a saved model, or a name on the Hub.")
+    if (folder / "last").is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"{model} holds a run that is not finished. Resume it, or give {folder / 'last'}.")
     source = str(folder) if folder.is_dir() else model
     use_no_more_threads_than_cores()
     if not sys.stderr.isatty():

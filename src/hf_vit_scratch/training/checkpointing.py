@@ -34,8 +34,10 @@ def describe_last_checkpoint(output_dir: str) -> str:
 
 def best_checkpoint(state: TrainerState, output_dir: str) -> str | None:
     """Return the best checkpoint of a resumed run: in its folder, whatever that was called before, or where it was."""
-    here = str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-    return next((folder for folder in (here, state.best_model_checkpoint) if folder and Path(folder).is_dir()), None)
+    here, before = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}", state.best_model_checkpoint
+    if (here / CHECKSUMS).is_file():
+        return str(here)
+    return before if before and Path(before).is_dir() else None
 
 
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:

@@ -31,7 +31,7 @@ class LossWatch(TrainerCallback):
                 f"The loss is {loss} at step {state.global_step}. {describe_last_checkpoint(args.output_dir)}. The "
                 f"likely cause is a learning rate that is too high (now {rate:.3g}), too short a warm-up, or 16-bit "
                 "precision. Start a new run, in another --output_dir, with a lower --learning_rate, a longer "
-                "--warmup_steps, --max_grad_norm 1, --bf16 false or, for a new model, --qk_norm true."
+                "--warmup_steps, --max_grad_norm 1, --bf16 false --fp16 false or, for a new model, --qk_norm true."
             )
         if "loss" not in logs or args.task != "image-classification" or not state.is_world_process_zero:
             return

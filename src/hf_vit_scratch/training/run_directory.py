@@ -77,8 +77,9 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
     if args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        # The training then depends on evaluations, which come as often as log lines unless eval_steps is set.
-        free = free - {"eval_steps", "eval_strategy", "logging_steps"}
+        # The training then depends on evaluations, which come with log lines if no eval_steps are set.
+        free = free - {"eval_steps", "eval_strategy"}
+        free = free - {"logging_steps"} if args.eval_strategy == "steps" and now.get("eval_steps") is None else free
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
     if changed:
         listed = ", ".join(f"{name} {now.get(name, 'unset')} (was {was.get(name, 'unset')})" for name in changed)

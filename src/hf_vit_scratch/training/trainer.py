@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Hooks(TrainerCallback):
-    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks of users come before it."""
+    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks of its constructor come before."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
