@@ -1107,6 +1107,15 @@ def test_images_decoded_at_reduced_size_are_cached_apart(image_processor, photog
     assert reduced._kept != whole._kept
 
 
+def test_broken_image_is_named_by_each_attempt_to_keep_all(image_processor, photographs, tmp_path):
+    rows = photographs_in_files(tmp_path, photographs)
+    dataset = ImageClassificationDataset(rows, BatchTransform(image_processor))
+    (tmp_path / "1.jpg").write_bytes(b"no image")
+    for _ in range(2):  # as in a notebook
+        with pytest.raises(UserError, match="cannot be decoded as an image"):
+            dataset.keep_decoded(torch.device("cpu"))
+
+
 def test_images_are_cached_in_a_file_until_they_change(image_processor, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
     rows = photographs_in_files(tmp_path, photographs)

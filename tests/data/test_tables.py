@@ -446,7 +446,7 @@ def test_files_that_are_missing_are_counted(columns, folder):
 def test_cells_without_a_column_are_refused(folder):
     refused(
         folder,
-        r"labels\.csv: .*does not match length of data.*\. Each column needs a name, and a text",
+        r"labels\.csv: a row has more cells than the header, or its quotes stay open \(Length.*\)\. Name all columns",
         label=[f"{name},night" for name in LABELS],
     )
 

@@ -92,7 +92,7 @@ def test_stop_of_a_run_that_saves_the_model_alone_advises_a_new_one(tmp_path, mo
     argv = [*SMALL, "--save_only_model", "true", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
     with caplog.at_level("INFO"), pytest.raises(SystemExit, match="130"):
         train.main([*argv, "--save_strategy", "no", "--output_dir", str(tmp_path / "run")])
-    assert caplog.messages[-1].endswith("A run cannot be resumed from it, but a new one can start: --model")
+    assert caplog.messages[-1].endswith("a run cannot be resumed from it, but --model can start a new one")
 
 
 def test_run_stopped_at_the_end_of_an_epoch_keeps_its_evaluation(tmp_path, monkeypatch):

@@ -43,7 +43,10 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
             text = pd.read_csv(file, dtype=str, **options)
     except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"{file}: {reason}. Each column needs a name, and a text with commas needs quotes.") from error
+        raise UserError(
+            f"{file}: a row has more cells than the header, or its quotes stay open ({reason}). Name all columns in "
+            "the header, and put texts with commas in quotes."
+        ) from error
     points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
     options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)

@@ -384,7 +384,7 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         last, how = describe_last_checkpoint(training.output_dir), " the same launcher and" * (training.world_size > 1)
         further = f"Continue with{how}: {command} --resume_from_checkpoint true"
         if training.save_only_model:
-            further = "It holds only the model. A run cannot be resumed from it, but a new one can start: --model"
+            further = "It holds only the model: a run cannot be resumed from it, but --model can start a new one"
         logger.info("Stopped by %s. %s. %s", name, last, further)
         sys.exit(128 + number)
     # Before the test split is read, so that nothing there can lose the run; pushed after that, for the same reason.
