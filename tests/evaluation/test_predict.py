@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, V
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import predict
 from hf_vit_scratch.evaluation.predict import find_images
+from hf_vit_scratch.speed import optimize as speed
 
 LABELS = ["ant", "bee, wild", "cat", "dog", "eel"]
 
@@ -362,13 +364,29 @@ def test_progress_is_shown_in_a_terminal(terminal, saved, mixed_images, monkeypa
 
 def test_layers_are_measured_on_as_many_images_as_there_are(saved, mixed_images, monkeypatch):
     measured = []
-    monkeypatch.setattr(predict, "optimize", lambda model, pixels, images: measured.append((len(pixels), images)))
+
+    def optimize(model, pixels, images):
+        measured.append((len(pixels), images))
+        return speed.optimize(model, pixels, choice="plain")
+
+    monkeypatch.setattr(predict, "optimize", optimize)
     model = saved()
 
     run(model, mixed_images / "7.jpg")
     run(model, mixed_images, "--batch_size", "4")
 
     assert measured == [(1, 1), (4, 9)]
+
+
+def test_model_is_afterwards_as_it_was(saved, mixed_images, monkeypatch):
+    monkeypatch.setattr(predict, "optimize", partial(speed.optimize, choice="eager+packed"))
+    classifier = predict.load_classifier(str(saved()))
+    before = [{*vars(module)} for module in classifier.model.modules()]
+
+    assert len([*predict.predict(classifier, find_images([str(mixed_images)]))]) == 9
+
+    assert [{*vars(module)} for module in classifier.model.modules()] == before
+    assert classifier.model.config._attn_implementation == "sdpa"
 
 
 def test_threads_are_no_more_than_a_container_allows(saved, mixed_images, monkeypatch):

@@ -48,16 +48,25 @@ def test_attention_is_the_same_whatever_the_implementation(implementation, pooli
     assert expected.shape == (2, 2, 4, num_tokens, num_tokens)
 
 
-def test_the_model_is_left_as_it_was(pixels):
+def test_the_model_is_only_set_to_evaluation_mode(pixels):
     model = classifier().train()
     model.set_attn_implementation("sdpa")
     attention(model, pixels)
     class_attention(model, pixels)
     with pytest.raises(ValueError, match="must have the shape .batch, 3 channels"):
         attention(model, pixels[:, :1])
-    assert model.training
+    assert not model.training
     assert model.config._attn_implementation == "sdpa"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_class_attention_has_its_gradients_in_inference_mode_too(pixels):
+    model = classifier()
+    expected = class_attention(model, pixels)
+    with torch.inference_mode():
+        assert_equal(class_attention(model, pixels), expected)
+        made_here = pixels.clone()
+    assert_equal(class_attention(model, made_here), expected)
 
 
 def test_attention_of_half_precision_is_float32_and_of_an_encoder_too(pixels):

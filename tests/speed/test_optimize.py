@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers import TINY, randomize_
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -219,6 +220,14 @@ def test_forward_that_another_library_has_replaced_stays():
     optimize(model, PIXELS, choice="sdpa+packed")
     assert model.vit.layers[0].forward is replaced
     assert "forward" in vars(model.vit.layers[1])
+
+
+def test_hook_that_comes_later_keeps_the_method_it_calls():
+    optimization = optimize(build().eval(), PIXELS, choice="sdpa+packed")
+    expected = optimization.model(PIXELS).logits
+    add_hook_to_module(optimization.model.vit.layers[0], ModelHook())
+    optimization.undo()
+    torch.testing.assert_close(optimization.model(PIXELS).logits, expected)
 
 
 def test_a_slow_candidate_is_left_out_and_the_time_is_kept():

@@ -1,6 +1,7 @@
 """What is chosen by the images, the device and the measured speed."""
 
 import math
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -286,7 +287,7 @@ def test_run_without_a_limit_ends_within_twenty_minutes_and_says_so(monkeypatch,
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
-    monkeypatch.setattr(auto_config, "can_compile", lambda device: True)
+    monkeypatch.setattr(auto_config, "can_compile", lambda: True)
 
     assert length(2_000, 100.0, monkeypatch)[0]["torch_compile"]
     assert not length(2_000, 100.0, monkeypatch, "--max_train_minutes", "5")[0]["torch_compile"]
@@ -345,6 +346,19 @@ def test_batches_that_were_chosen_shrink_until_they_fit(monkeypatch):
         4,
     )
     assert "per_device_train_batch_size 16: the device has no memory for larger batches" in recipe.choices()
+
+
+def test_batches_that_would_fill_the_memory_of_a_computer_shrink_before_it_ends_the_process(monkeypatch):
+    monkeypatch.setattr(auto_config, "measure_speed", lambda config, args: 100.0)
+    # B/16 at 224 pixels takes 0.12 GB per image, and half of the memory serves.
+    monkeypatch.setattr(auto_config.psutil, "virtual_memory", lambda: SimpleNamespace(available=8e9))
+    flags = ["--model", "B/16", "--image_size", "224", "--use_cpu", "true"]
+    args, recipe = parse_recipe([YOUR_IMAGES, *flags])
+    auto_config.fit_sizes(args, rows_of([(224, 224)] * 500), recipe)
+    auto_config.fit_length(args, model_config(args.model, ["a", "b"]), 500, recipe)
+
+    training = args.training
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (32, 4)
 
 
 def test_batches_of_a_flag_do_not_shrink(monkeypatch):

@@ -26,7 +26,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -182,10 +182,12 @@ def forward(
         if isinstance(output, dict):  # timm's models return a tensor
             encoded.update(output)
 
-    if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
-        optimize(loaded.model, example_batch_for(loaded.model, min(batch_size, len(paths))), images=len(paths))
     prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
-    with loaded.model.base_model.register_forward_hook(keep):
+    with ExitStack() as stack:
+        if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
+            example = example_batch_for(loaded.model, min(batch_size, len(paths)))
+            stack.callback(optimize(loaded.model, example, images=len(paths)).undo)
+        stack.enter_context(loaded.model.base_model.register_forward_hook(keep))
         for results, inputs in DataLoader(cast(Any, paths), batch_size, num_workers=num_workers, collate_fn=prepare):
             of_images: Any = iter(())
             if inputs:

@@ -10,8 +10,7 @@ import math
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,30 +32,18 @@ from ..evaluation.predict import classes_by_number, find_images, load_classifier
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
 
-@contextmanager
-def _evaluation_mode(model: ViTScratchPreTrainedModel) -> Iterator[None]:
-    """Switch to evaluation mode, and back afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 @torch.no_grad()
 def attention(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> Tensor:
     """Return the attention weights of every layer and head, for any `attn_implementation`.
 
     Args:
-        model: A ViTScratch model, which keeps its mode.
+        model: A ViTScratch model, which is set to evaluation mode.
         pixel_values: (B, C, height, width), normalised, on the model's device.
 
     Returns:
         (B, L, H, N, N), at least float32. Row i holds the share that token i takes from each token, and sums to 1.
     """
-    with _evaluation_mode(model):
-        weights = torch.stack(model(pixel_values, output_attentions=True).attentions, dim=1)
+    weights = torch.stack(model.eval()(pixel_values, output_attentions=True).attentions, dim=1)
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
@@ -89,16 +76,16 @@ def class_attention(
     relevance starts. Unlike rollout it differs between classes. The gradients of the parameters stay as they are.
 
     Args:
-        model: A classifier.
+        model: A classifier, which is set to evaluation mode.
         pixel_values: (B, C, height, width), normalised, on the model's device.
         class_ids: One class id for each image; `None` for the predicted classes.
 
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
     """
-    with _evaluation_mode(model), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         # A model with frozen weights has gradients only if its input requires them.
-        outputs = model(pixel_values.detach().requires_grad_(), output_attentions=True)
+        outputs = model.eval()(pixel_values.clone().detach().requires_grad_(), output_attentions=True)
         logits = outputs.logits
         ids = logits.argmax(dim=-1) if class_ids is None else class_ids
         # One backward pass serves all images: the logit of one has no gradient in another.

@@ -218,7 +218,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.patch_size = config.patch_height_width
+        self.num_channels, self.patch_size = config.num_channels, config.patch_height_width
         self.projection = nn.Conv2d(config.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
 
     def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
@@ -233,7 +233,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
                 "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
-        shape, channels = pixel_values.shape, self.projection.in_channels
+        shape, channels = pixel_values.shape, self.num_channels
         patch_height, patch_width = self.patch_size
         has_patches = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
         if not has_patches or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
@@ -451,7 +451,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`; if so, this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
-            kwargs: Passed on to the attention function. `attn_implementation` chooses another one for this call.
+            kwargs: Passed on to the attention function. `attn_implementation` chooses eager, sdpa or
+                flex_attention for this call.
 
         Raises:
             TypeError, ValueError: The pixels have a wrong type or shape, a mask (B, N) has a wrong shape, or there is
@@ -563,7 +564,11 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,  # named, or the stock Trainer would remove a column of this name
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
@@ -571,7 +576,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         numbers (B, L), or (B,) for one label, for regression. With `label_scale`, the loss is that of
         standardized labels, and logits are in the units of the labels.
         """
-        outputs = self.vit(pixel_values, return_dict=True, **kwargs)
+        outputs = self.vit(pixel_values, attention_mask, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
         if self.config.problem_type == "regression" and self.config.label_scale is not None:
@@ -622,13 +627,17 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+        self,
+        pixel_values: Tensor,
+        bool_masked_pos: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedImageModelingOutput:
         """Reconstruct images, with the arguments of `ViTScratchModel.forward`.
 
         The loss is the mean absolute error of the masked pixels. Without `bool_masked_pos` there is none.
         """
-        outputs = self.vit(pixel_values, bool_masked_pos=bool_masked_pos, return_dict=True, **kwargs)
+        outputs = self.vit(pixel_values, attention_mask, bool_masked_pos, return_dict=True, **kwargs)
         grid = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
         patch_height, patch_width = self.config.patch_height_width
         patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]

@@ -55,10 +55,8 @@ def bf16_is_fast(device: str) -> bool:
     return device == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
 
 
-def can_compile(device: str) -> bool:
-    """Return whether torch's compiler finds what it needs for this type of device."""
-    if device != "cpu":
-        return True  # Triton brings its own
+def can_compile() -> bool:
+    """Return whether torch's compiler finds what it needs; for a GPU, Triton builds its launcher in C, too."""
     compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
     return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 

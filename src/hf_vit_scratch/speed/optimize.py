@@ -114,7 +114,7 @@ def optimize(
     seconds = time.perf_counter() - start
     _apply(model, choice)
     options = {"backend": "inductor", "dynamic": False, **(compile if isinstance(compile, dict) else {})}
-    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
+    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile())
     compiled = bool(compile) and can
     for layer in _layers(model) if compiled else ():
         if layer.attention.config.drop_path_rate:  # which then differs from layer to layer
@@ -137,7 +137,8 @@ def _apply(model: nn.Module, choice: str) -> None:
     """Make a model plain, and then what the choice says."""
     attention, _, way = choice.partition("+")
     for module in cast(Iterable[Any], model.modules()):
-        ours = [name for name, method in vars(module).items() if getattr(method, "func", None) in METHODS]
+        # By name: a hook of accelerate keeps our method under another one, and calls it.
+        ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
         for name in ("products", "packed", *ours) if ours else ():
             delattr(module, name)
         faster = WAYS.get(way, {}).get(type(module).__name__)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
@@ -133,7 +134,8 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
         if possible < wanted:
             fit = f"about {possible:.0f} fit into the {minutes:g} minutes, after which the run ends"
             reason = f"an upper limit; {fit}; {wanted} would be best"
-            wanted = min(wanted, math.ceil(FASTER * possible))
+            if not training.torch_compile:  # which may make a GPU several times as fast as it was measured
+                wanted = min(wanted, math.ceil(FASTER * possible))
         choose(reason, num_train_epochs=float(wanted))
     passes = min(planned_passes(training, number), possible)
     expected = passes * visited / (TIME_FOR_STEPS * speed * 60)
@@ -158,7 +160,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
             choose(seen, mixing_start_fraction=MIXING_START if mixes else 0.0)
             choose(seen, mixup_prob=0.8 if changes else 0.5)
 
-    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
+    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile()
     pays = f"it pays in {MINUTES_TO_COMPILE} minutes of training or more, on a CPU with a C++ compiler"
     if not {"torch_compile_mode", "torch_compile_backend"} & recipe.settings.keys():  # which ask for it
         choose(f"{expected:.1f} minutes; {pays}", torch_compile=compiles)
@@ -171,19 +173,31 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
 
 def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe) -> float:
     """Measure the speed with smaller batches, and more of them per step, until the device has memory for them."""
-    training = args.training
+    training, names = args.training, {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    is_given = bool(names & recipe.values("recipe", "flag").keys()) or training.resume_from_checkpoint is not None
     while True:
-        try:
-            return measure_speed(config, args)
-        except torch.OutOfMemoryError:
-            batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-            names = {"per_device_train_batch_size", "gradient_accumulation_steps"}
-            given = names & recipe.values("recipe", "flag").keys()
-            if given or batch == 1 or training.resume_from_checkpoint or training.world_size > 1:  # others would wait
-                raise
-            values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}
-            set_fields(args, values)
-            recipe.add(values, "images", "the device has no memory for larger batches")
+        batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        stays = is_given or batch == 1 or training.world_size > 1  # other processes would wait
+        if stays or not _fills_memory(config, training):
+            try:
+                return measure_speed(config, args)
+            except torch.OutOfMemoryError:
+                if stays:
+                    raise
+        values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}
+        set_fields(args, values)
+        recipe.add(values, "images", "the device has no memory for larger batches")
+
+
+def _fills_memory(config: ViTScratchConfig, training: ViTTrainingArguments) -> bool:
+    """Return whether a batch would take half of the free memory of a computer without a GPU.
+
+    Linux ends a process that takes too much without an error. B/16 takes about 0.12 GB per image
+    (benchmarks/2026-11-23_peers_cpu_memory.md).
+    """
+    tokens = config.num_prefix_tokens + math.prod(config.grid_size)
+    needed = 64 * config.num_hidden_layers * tokens * config.hidden_size * training.train_batch_size
+    return training.device.type == "cpu" and needed > psutil.virtual_memory().available / 2
 
 
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
