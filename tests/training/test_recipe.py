@@ -53,7 +53,7 @@ classifier_hidden_size: null
 translate: 0.25
 load_best_model_at_end: false
 lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr: 0.5}
+lr_scheduler_kwargs: {min_lr: 1e-5, decay_type: linear}
 eval_strategy: no
 """
     (model, _, augmentation, _, training), _ = parse(recipe, "--patch_size", "8")
@@ -61,7 +61,10 @@ eval_strategy: no
     assert (model.image_size, model.patch_size, model.norm_first, model.qkv_bias) == ([32, 64], [8], True, False)
     assert (model.position_embedding_type, model.classifier_hidden_size) == ("rope2d", None)
     assert augmentation.translate == 0.25
-    assert (training.load_best_model_at_end, training.lr_scheduler_kwargs) == (False, {"min_lr": 0.5})
+    assert (training.load_best_model_at_end, training.lr_scheduler_kwargs) == (
+        False,
+        {"min_lr": 1e-5, "decay_type": "linear"},
+    )
     assert training.eval_strategy == "no"  # not the False of YAML 1.1
 
 
@@ -289,6 +292,16 @@ def make_checkpoint(run_dir, step):
         (checkpoint / name).write_text("{}")
     finish_checkpoint(checkpoint, best=None, limit=None)
     return checkpoint
+
+
+def test_checkpoint_without_the_choices_of_its_run_is_refused_where_they_matter(parse, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "downloaded", 1)
+    flags = "--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", str(checkpoint)
+    args, recipe = parse("fit_to_images: true", *flags)
+    with pytest.raises(UserError, match=r"downloaded has no _run\.json, so what was chosen for its images is not"):
+        resolve_checkpoint(args.training, recipe)
+    args, recipe = parse("seed: 1", *flags)
+    assert resolve_checkpoint(args.training, recipe) == checkpoint
 
 
 def test_another_number_of_processes_is_refused(parse, tmp_path):

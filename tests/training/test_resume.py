@@ -190,6 +190,15 @@ def test_evaluations_that_can_end_the_training_stay_as_they_were(tmp_path):
     train.main([*argv, "--logging_steps", "1", "--resume_from_checkpoint", "true"])
 
 
+def test_evaluations_that_choose_the_best_model_stay_as_they_were(tmp_path):
+    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
+            "--save_steps", "2", "--load_best_model_at_end", "true", "--output_dir", str(tmp_path)]  # fmt: skip
+    train.main(argv)
+
+    with pytest.raises(UserError, match=r"with another recipe: eval_strategy no \(was steps\), save_strategy no"):
+        train.main([*argv, "--eval_strategy", "no", "--save_strategy", "no", "--resume_from_checkpoint", "true"])
+
+
 def test_log_lines_that_come_with_evaluations_stay_as_they_were(tmp_path):
     argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "null", "--save_strategy", "steps",
             "--save_steps", "2", "--early_stopping_patience", "3", "--output_dir", str(tmp_path),

@@ -18,7 +18,7 @@ import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from itertools import islice
 from typing import Any
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     classify = exported.load(path)
     proof = prove(classifier, classify, images_of(rows), targets_of(rows), given.int8)
     image = reduced(next(images_of(rows)))
-    runtime = PACKAGES[given.format][-1]
+    runtime = packages_distributions()[PACKAGES[given.format][-1]][0]  # onnxruntime-gpu holds onnxruntime, too
     facts = {
         "model": path.name,
         "labels": labels,

@@ -202,8 +202,17 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def _as_arguments(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
-    value = {"": "null", ".inf": "inf"}.get(value, value) if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, dict):
+        value = json.dumps({name: _parsed(text) for name, text in value.items()})
+    value = {"": "null", ".inf": "inf"}.get(value, value)
     return [f"--{key}={value}"]
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], source: str) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     begun = None if checkpoint is None else Recipe.load(checkpoint.parent)
     if checkpoint is None:
         args.resume_from_checkpoint = None  # which may be "false"
+    if checkpoint is not None and begun is None and args.fit_to_images:
+        raise UserError(
+            f"{checkpoint.parent} has no {FACTS}, so what was chosen for its images is not known. Copy that file from "
+            f"the folder of the run, or start a new run from the model: --model {checkpoint}."
+        )
     if checkpoint is None or begun is None:
         return checkpoint
     if begun.processes != args.world_size:
@@ -76,9 +81,10 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     was, now = (one.values("recipe", "flag") for one in (begun, recipe))
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
-    if args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        # The training then depends on evaluations, which come with log lines if no eval_steps are set.
-        free = free - {"eval_steps", "eval_strategy"}
+    follows = args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+    if follows or args.load_best_model_at_end:
+        # The result then depends on evaluations, which come with log lines if no eval_steps are set.
+        free = free - {"eval_steps", "eval_strategy", "save_steps", "save_strategy"}
         free = free - {"logging_steps"} if args.eval_strategy == "steps" and now.get("eval_steps") is None else free
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
     if changed:
