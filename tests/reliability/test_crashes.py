@@ -1,12 +1,14 @@
 """Runs that are killed."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_train_script import ROOT, SMALL
-from test_trainer import make_trainer
+from test_trainer import At, make_trainer
 
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import checkpointing, run_directory, trainer
@@ -111,6 +113,22 @@ def test_process_that_does_not_write_claims_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(type(args), "should_save", False)
         with lock_run_directory(args):
             pass
+
+
+def test_run_that_stops_at_the_end_of_an_epoch_always_has_a_complete_checkpoint(tmp_path, monkeypatch):
+    complete = []
+    delete = trainer.delete_checkpoint
+
+    def note(folder):
+        delete(folder)
+        complete.append(len(checkpointing.complete_checkpoints(tmp_path)))
+
+    monkeypatch.setattr(trainer, "delete_checkpoint", note)  # of this module: before a checkpoint is written
+    run = make_trainer(tmp_path, max_steps=30, eval_strategy="epoch", save_strategy="epoch", save_total_limit=1)
+    run.add_callback(At(5, lambda control: os.kill(os.getpid(), signal.SIGTERM)))
+    run.train()  # three steps in an epoch; the signal of step 5 is heeded at 6, which is saved twice
+
+    assert complete == [0, 1, 1]
 
 
 def test_disk_holds_no_more_checkpoints_than_asked_for(tmp_path, monkeypatch):

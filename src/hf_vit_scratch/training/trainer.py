@@ -427,9 +427,9 @@ class ViTTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            finish_checkpoint(
-                self._unfinished_checkpoint, None if best is None else Path(best), self._save_total_limit
-            )
+            # A stop may save the same step twice, so what came before stays until the run goes on.
+            limit = None if self.stopped else self._save_total_limit
+            finish_checkpoint(self._unfinished_checkpoint, None if best is None else Path(best), limit)
         self._unfinished_checkpoint = None
         self.accelerator.wait_for_everyone()
 
