@@ -15,7 +15,8 @@ import torch
 from scipy.special import softmax
 from sklearn.metrics import roc_auc_score
 
-from hf_vit_scratch.data.splits import load_digits, load_splits
+from hf_vit_scratch.data.sources import load_digits
+from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation.metrics import calibration
 from hf_vit_scratch.evaluation.predict import forward, load_classifier
 from hf_vit_scratch.evaluation.trust import Trust

@@ -16,7 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import vit_scratch
 from hf_vit_scratch.conversion import export_proof
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.sources import load_digits
 from hf_vit_scratch.training import sanity_check
 from hf_vit_scratch.training.recipe import parse_recipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_vit_scratch
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.sources import load_digits
 
 ROOT = Path(__file__).parents[1]
 

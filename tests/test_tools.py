@@ -1,6 +1,7 @@
 """The tools that people use next, each as docs/guides/tools.md shows it."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 import trackio
+from datasets import Dataset
 from helpers import TINY, randomize_
 from huggingface_hub import ModelCard
 from optuna.samplers import GridSampler
@@ -19,14 +21,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import TensorDataset
 from trackio.sqlite_storage import SQLiteStorage
-from transformers import AutoModelForImageClassification, TrainerCallback, ViTImageProcessor
+from transformers import (
+    AutoModelForImageClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTImageProcessor,
+)
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
-from hf_vit_scratch.evaluation.metrics import compute_metrics, summarize_logits
+from hf_vit_scratch.evaluation.metrics import compute_metrics
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.calibration import calibrate
 from hf_vit_scratch.training.checkpointing import damaged_files
@@ -71,7 +79,8 @@ def arguments(folder, **more):
 def test_lora_trains_saves_and_merges(digits, tmp_path):
     base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
+    targets = ["q_proj", "v_proj", "projection"]  # the last is the patch embedding
+    model = get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=["classifier"]))
 
     args = arguments(tmp_path / "run", max_steps=40, logging_steps=10, learning_rate=1e-2)
     trainer = ViTTrainer(model=model, args=args, train_dataset=digits[0], compute_metrics=compute_metrics)
@@ -93,6 +102,17 @@ def test_lora_trains_saves_and_merges(digits, tmp_path):
         merged.vit.layers[0].attention.q_proj.weight, before["vit.layers.0.attention.q_proj.weight"]
     )
     assert torch.equal(merged.vit.layers[0].attention.k_proj.weight, before["vit.layers.0.attention.k_proj.weight"])
+
+
+@pytest.mark.parametrize("kind", [ViTScratchForImageClassification, ViTScratchForMaskedImageModeling])
+def test_stock_trainer_gives_the_model_its_masks(kind, tmp_path):
+    config = ViTScratchConfig(**SIZES, num_labels=10)
+    masks = torch.ones(2, 1 + math.prod(config.grid_size))
+    rows = Dataset.from_dict({"pixel_values": torch.zeros(2, 3, 8, 8).tolist(), "attention_mask": masks.tolist()})
+
+    trainer = Trainer(kind(config), TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=rows)
+
+    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
 
 
 def test_adapter_loads_at_another_image_size(tmp_path):
@@ -364,7 +384,6 @@ def test_hyperparameters_are_searched_by_the_trainers_own_call(digits, tmp_path)
         train_dataset=digits[0],
         eval_dataset=digits[1],
         compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=summarize_logits,
     )
 
     best = trainer.hyperparameter_search(

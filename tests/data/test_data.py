@@ -25,7 +25,8 @@ from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDatas
 from hf_vit_scratch.data.images import decode_image, size_and_mode
 from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.data.sampler import EpochSampler, Sample
-from hf_vit_scratch.data.splits import find_split, fingerprint, load_digits, load_splits
+from hf_vit_scratch.data.sources import load_digits
+from hf_vit_scratch.data.splits import find_split, fingerprint, load_splits
 from hf_vit_scratch.data.transforms import SampleRNG
 from hf_vit_scratch.errors import UserError
 
@@ -228,6 +229,47 @@ def test_figures_beside_parquet_files_change_nothing(photographs, tmp_path):
     splits = load_splits(str(tmp_path), near_duplicates="ignore")
 
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 2}
+
+
+def test_folder_of_which_other_files_than_the_parquet_would_be_read_is_refused(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    write_parquet(tmp_path / "part-0.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+    for name in ("cat", "dog"):
+        (tmp_path / "samples" / name).mkdir(parents=True)
+        photographs[0].save(tmp_path / "samples" / name / "1.png")
+
+    with pytest.raises(UserError, match=r"reads its imagefolder files, not the parquet files\. Move these into"):
+        load_splits(str(tmp_path))
+
+
+def test_parquet_files_of_other_class_names_are_refused(photographs, tmp_path):
+    for split, names in (("train", ["cat", "cow"]), ("test", ["cat", "dog"])):
+        features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
+        write_parquet(tmp_path / f"{split}.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+
+    with pytest.raises(UserError, match=r"classes of the column 'label' are \['cat', 'dog'\], but those of another"):
+        load_splits(str(tmp_path))
+
+
+def test_parquet_files_that_no_split_has_are_counted(photographs, tmp_path, caplog):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"])})
+    for name in ("train", "test", "more"):
+        write_parquet(tmp_path / f"{name}.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+
+    splits = load_splits(str(tmp_path), near_duplicates="ignore")
+
+    assert sum(map(len, splits.values())) == 40
+    assert "20 rows of its parquet files are not used: where names of files hold train" in caplog.text
+
+
+def test_column_of_a_parquet_file_names_the_splits(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"]), "split": Value("string")})
+    split = ["train", "train", "val", "val", "TEST", "TEST"] * 3
+    write_parquet(tmp_path / "all.parquet", features, image=photographs * 9, label=[0, 1] * 9, split=split)
+
+    splits = load_splits(str(tmp_path / "all.parquet"), near_duplicates="ignore")
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 6, "validation": 6, "test": 6}
 
 
 def test_parquet_of_another_program_names_no_files_outside(photographs, tmp_path):
@@ -526,7 +568,7 @@ def test_images_in_no_class_folder_are_counted(class_folders, caplog):
     splits = load_splits(str(class_folders))
 
     assert sum(map(len, splits.values())) == 24
-    assert "photos: 2 images are in no class folder and are not used; the first is " in caplog.text
+    assert "photos: 2 images are in no class folder, split or table and are not used; the first is " in caplog.text
 
 
 def test_name_of_a_file_that_is_not_utf_8_is_refused(class_folders):

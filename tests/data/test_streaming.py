@@ -58,6 +58,13 @@ def write(folder, split, files, rows, features=FEATURES, unlabelled=False):
         )
 
 
+def content(shade):
+    """A grey image as the bytes of a PNG file."""
+    file = io.BytesIO()
+    Image.new("L", (8, 8), shade).save(file, "PNG")
+    return file.getvalue()
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Four files of 25 training images, and one of 30 for validation."""
@@ -83,6 +90,26 @@ def make_stream(folder):
 def shades(batches):
     """Which images these are; constant brightness tells."""
     return [value // 2 for batch in batches for value in batch["pixel_values"][:, 0, 0, 0].tolist()]
+
+
+def test_file_of_the_working_directory_is_not_taken_for_an_image_of_its_name(tmp_path, monkeypatch):
+    pictures = [{"bytes": content(shade), "path": "IMG_1.png"} for shade in range(30)]
+    for split in ("train", "validation"):
+        rows = Dataset.from_dict({"picture": pictures, "kind": [0, 1, 2] * 10}, features=FEATURES)
+        rows.to_parquet(tmp_path / f"{split}.parquet")
+    Image.new("L", (8, 8), 99).save(tmp_path / "IMG_1.png")
+    monkeypatch.chdir(tmp_path)
+
+    _, splits = stream_splits(str(tmp_path))
+
+    images = [decode_image(image, "") for rows in splits.values() for image in rows["image"]]
+    assert {image.getpixel((0, 0))[0] for image in images} == {*range(30)}
+
+
+@pytest.mark.parametrize("choices", [{"group_by": "1"}, {"labelled": False}])
+def test_stream_has_no_groups_and_needs_labels(folder, choices):
+    with pytest.raises(UserError, match=r"^A stream has no groups, and needs labels"):
+        stream_splits(str(folder), **choices)
 
 
 def test_every_image_is_read_once_by_all_processes_and_workers_together(make_stream):

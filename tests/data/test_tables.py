@@ -224,6 +224,52 @@ def test_table_gives_the_splits_of_class_folders_whatever_the_order_of_its_lines
     }
 
 
+def test_folders_above_an_image_name_its_split_however_deep(tmp_path):
+    names = [f"images/{split}/{kind}/{number}.png" for split in ("Train", "val", "test") for kind in "ab"
+             for number in range(2)]  # fmt: skip
+    for shade, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), 10 * shade).save(tmp_path / name)
+    table = write_table(tmp_path / "labels.csv", names, label=["a", "a", "b", "b"] * 3)
+
+    splits = load_splits(str(table), near_duplicates="ignore")
+
+    for split, rows in splits.items():
+        above = {Path(image.filename).parts[-3].lower() for image in rows["image"]}
+        assert above == {"val" if split == "validation" else split}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_blanks_around_a_label_say_nothing(folder, suffix):
+    labels = [f" {name[:3]}" if number % 2 else name[:3] for number, name in enumerate(NAMES)]
+    table = write_table(folder / f"labels.{suffix}", label=labels)
+    assert load_splits(str(table))["train"].features["label"].names == ["cat", "dog"]
+    write_table(table, label=[*labels[:-1], " "])
+    with pytest.raises(UserError, match=r"1 rows of train have no label; the first is .*dog/09.png"):
+        load_splits(str(table))
+
+
+def test_class_names_of_metadata_must_be_alike_in_all_splits(tmp_path):
+    for split, classes in (("train", ["cat", "dog"]), ("val", ["dog", "cat"])):
+        for number in range(4):
+            (tmp_path / split).mkdir(exist_ok=True)
+            Image.new("L", (4, 4), 50 * number).save(tmp_path / split / f"{number}.png")
+        rows = Dataset.from_dict(
+            {"file_name": [f"{number}.png" for number in range(4)], "label": [0, 1, 0, 1]},
+            features=Features({"file_name": Value("string"), "label": ClassLabel(names=classes)}),
+        )
+        rows.to_parquet(tmp_path / split / "metadata.parquet")
+
+    with pytest.raises(UserError, match=r"the classes of validation are \['dog', 'cat'\], but those of train are"):
+        load_splits(str(tmp_path))
+
+
+def test_images_that_no_metadata_lists_are_counted(folder, caplog):
+    write_table(folder / "metadata.csv", NAMES[:14], label=LABELS[:14])
+    load_splits(str(folder), near_duplicates="ignore")
+    assert f"6 images are in no class folder, split or table and are not used; the first is {folder}" in caplog.text
+
+
 @pytest.mark.parametrize("place", ["in the folder", "in its split folders"])
 def test_rows_belong_to_the_split_whose_folder_holds_their_image(tmp_path, place):
     for split, count in (("train", 8), ("val", 2), ("test", 4)):

@@ -16,7 +16,8 @@ from hf_vit_scratch.data.dataset import BatchTransform
 from hf_vit_scratch.data.groups import LISTING
 from hf_vit_scratch.data.images import denormalize
 from hf_vit_scratch.data.masking import MaskedImageDataset
-from hf_vit_scratch.data.splits import load_digits, load_splits
+from hf_vit_scratch.data.sources import load_digits
+from hf_vit_scratch.data.splits import SPLITS, load_splits
 from hf_vit_scratch.evaluation import figures, report
 
 
@@ -24,12 +25,11 @@ def test_most_confident_mistakes_come_first(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(report, "plot_images", lambda images, captions, path: drawn.extend(captions))
     monkeypatch.setattr(report, "NUM_MISTAKES", 2)
-    ranked = np.array([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
-    summaries = (ranked, np.array([0.9, 0.6, 0.8, 0.99, 0.7]), np.zeros(5))
+    logits = np.log([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.99, 0.01], [0.3, 0.7]])
     rows = Dataset.from_dict({"image": [Image.new("RGB", (4, 4))] * 5}, Features({"image": ImageFeature()}))
 
-    for labels in (np.zeros(5, dtype=int), ranked[:, 0]):  # in the second, nothing is wrong
-        report.list_answers(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
+    for labels in (np.zeros(5, dtype=int), logits.argmax(1)):  # in the second, nothing is wrong
+        report.list_answers(PredictionOutput(logits, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
     assert drawn == ["taken for bee (80%)\nis ant", "taken for bee (70%)\nis ant"]
 
@@ -45,12 +45,11 @@ def test_label_that_is_wrong_by_most_is_listed(tmp_path, class_folders):
 
 
 def test_all_answers_are_listed_with_their_files_mistakes_first(tmp_path, class_folders):
-    labels, ranked = np.array([0, 1, 0]), np.array([[1, 0], [1, 0], [1, 0]])
-    summaries = (ranked, np.array([0.6, 0.9, 0.75000004]), np.zeros(3))
+    labels, logits = np.array([0, 1, 0]), np.log([[0.4, 0.6], [0.1, 0.9], [0.24999996, 0.75000004]])
     files = [str(class_folders / "temple" / f"0{number}.jpg") for number in range(3)]
     rows = Dataset.from_dict({"image": files}, Features({"image": ImageFeature()}))
 
-    report.list_answers(PredictionOutput(summaries, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
+    report.list_answers(PredictionOutput(logits, labels, {}), rows, ["ant", "bee"], tmp_path / "m.png")
 
     listed = pd.read_csv(tmp_path / "_answers.csv").to_dict("list")
     assert listed["image"] == [files[2], files[0], files[1]]
@@ -130,13 +129,23 @@ def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_clas
     ]
 
 
+def test_images_of_a_local_source_that_was_moved_stay_private(tmp_path, class_folders):
+    rows = load_splits(str(class_folders))["test"]
+    (tmp_path / SPLITS).touch()
+    outputs = PredictionOutput(np.tile([0.0, 9.0], (len(rows), 1)), np.zeros(len(rows), int), METRICS)
+
+    found = report.write_report(outputs, rows, "photos.parquet", "train", tmp_path)
+
+    assert not found["data_is_on_the_hub"]
+    assert [file.name for file in tmp_path.glob("*mistakes.png")] == ["_mistakes.png"]
+
+
 def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class_folders):
     rows = load_splits(str(class_folders), listing=tmp_path / LISTING)["test"]
     (tmp_path / LISTING).write_text(
         "image_1,split_1,image_2,split_2,same_label\na,train,b,test,True\nc,test,d,test,True\n"
     )
-    summaries = (np.zeros((len(rows), 2), int), np.full(len(rows), 0.9), np.zeros(len(rows)))
-    outputs = PredictionOutput(summaries, np.array(rows["label"]), METRICS)
+    outputs = PredictionOutput(np.zeros((len(rows), 2)), np.array(rows["label"]), METRICS)
 
     found = report.write_report(outputs, rows, str(class_folders), "train", tmp_path)
 

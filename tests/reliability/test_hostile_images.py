@@ -23,6 +23,7 @@ from test_explorer import save_model
 from transformers import ViTImageProcessor
 
 from hf_vit_scratch.data import images as image_files
+from hf_vit_scratch.data import sources
 from hf_vit_scratch.data import splits as data_splits
 from hf_vit_scratch.data.augmentation import Augmentation
 from hf_vit_scratch.data.dataset import BatchTransform
@@ -340,17 +341,17 @@ def test_stream_takes_in_no_file_of_this_machine(split, place, tmp_path, photogr
 def test_dataset_of_the_hub_takes_in_no_file_of_this_machine(path, monkeypatch):
     features = Features({"image": ImageFeature(), "label": datasets.ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": [{"path": path, "bytes": None}] * 4, "label": [0, 1, 0, 1]}, features=features)
-    monkeypatch.setattr(data_splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
+    monkeypatch.setattr(sources, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
     with pytest.raises(UserError, match=r"outside of .*owner/name refers to a file that does not belong to it"):
         load_splits("owner/name")
 
 
 def test_dataset_of_the_hub_has_its_own_files(monkeypatch, tmp_path, photographs):
-    monkeypatch.setattr(data_splits, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(sources, "HF_DATASETS_CACHE", str(tmp_path))
     photographs[0].save(tmp_path / "image.png")
     content = (tmp_path / "image.png").read_bytes()
     features = Features({"image": ImageFeature(), "label": datasets.ClassLabel(names=["a", "b"])})
     images = [{"path": str(tmp_path / "image.png"), "bytes": None}, {"path": "name.png", "bytes": content}, None] * 4
     rows = Dataset.from_dict({"image": images, "label": [0, 1] * 6}, features=features)
-    monkeypatch.setattr(data_splits, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
+    monkeypatch.setattr(sources, "load_dataset", lambda *args, **kwargs: datasets.DatasetDict(train=rows))
     assert sum(map(len, load_splits("owner/name", near_duplicates="ignore").values())) == 12

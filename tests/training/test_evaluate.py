@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchForImageClassification
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.sources import load_digits
 from hf_vit_scratch.training.evaluate import load_rows
 from hf_vit_scratch.training.recipe import parse_recipe
 from hf_vit_scratch.training.trainer import ViTTrainer
@@ -169,6 +169,21 @@ def test_run_whose_images_have_changed_is_refused(class_folders, tmp_path, capsy
 
     assert vit_scratch.main(["evaluate", str(folder), "--output_dir", str(tmp_path / "out")]) == 2
     assert "training images could come into the test split" in capsys.readouterr().err
+
+
+def test_run_without_the_record_of_its_images_cuts_no_splits(class_folders, tmp_path, capsys):
+    recipe = tmp_path / "photos.yaml"
+    recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
+                      "save_strategy: no, load_best_model_at_end: false}")  # fmt: skip
+    folder = tmp_path / "run"
+    train.main([str(recipe), *SMALL, "--data", str(class_folders), "--output_dir", str(folder)])
+    (folder / "_run.json").unlink()  # which is never pushed
+    command = ["evaluate", str(folder), "--output_dir", str(tmp_path / "out")]
+
+    assert vit_scratch.main(command) == 2
+    assert "run has no _run.json, as when it was loaded from the Hub" in capsys.readouterr().err
+    assert vit_scratch.main([*command, "--data", str(class_folders)]) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["images"] == 24
 
 
 @pytest.mark.parametrize("classes", ["37", "3"])

@@ -20,7 +20,8 @@ from transformers import AutoImageProcessor, pipeline
 import vit_scratch
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.data import dataset
-from hf_vit_scratch.data.splits import load_digits, load_splits
+from hf_vit_scratch.data.sources import load_digits
+from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.data.targets import targets_of
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import sanity_check

@@ -3,7 +3,7 @@
 import pytest
 from test_train_script import SMALL
 
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.sources import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training import steps
 from hf_vit_scratch.training.recipe import parse_recipe

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.groups import LISTING
-from hf_vit_scratch.data.splits import load_digits
+from hf_vit_scratch.data.sources import load_digits
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
@@ -140,9 +140,9 @@ def test_images_of_a_folder_are_not_where_they_would_be_pushed(from_home, class_
 def test_mistakes_of_before_a_resumption_go(tmp_path):
     (tmp_path / "mistakes.png").write_text("an older one")
     rows = load_digits()["test"].select([0])
-    summaries = (np.array([[1, 0]]), np.array([0.9]), np.array([0.1]))
+    logits = np.array([[0.0, 2.0]])
 
-    report.list_answers(PredictionOutput(summaries, np.array([1]), {}), rows, ["a", "b"], tmp_path / "mistakes.png")
+    report.list_answers(PredictionOutput(logits, np.array([1]), {}), rows, ["a", "b"], tmp_path / "mistakes.png")
 
     assert [file.name for file in tmp_path.iterdir()] == ["_answers.csv"]
 

@@ -19,7 +19,7 @@ from transformers import EvalPrediction, ImageClassificationPipeline
 from ..data.exported import read_image
 from ..data.targets import ProblemType
 from ..errors import UserError
-from ..evaluation.metrics import METRIC_NAMES, compute_metrics, problem_type_of, summarize_logits
+from ..evaluation.metrics import METRIC_NAMES, compute_metrics, problem_type_of
 from ..evaluation.predict import classes_by_number
 from ..speed.optimize import example_batch_for, optimize
 
@@ -76,17 +76,14 @@ def batched(images: Iterable[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def evaluate_scores(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[Any, dict[str, float]]:
-    """Return what `summarize_logits` makes of the logits of scores (N, L), and the metrics, for targets (N, ...)."""
+def evaluate_scores(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[NDArray[Any], dict[str, float]]:
+    """Return the logits of scores (N, L), and the metrics, for targets (N, ...)."""
     kind, logits = problem_type_of(labels), scores.astype(np.float64)
     if kind == "single_label_classification":
         logits = np.log(logits.clip(SMALLEST_SCORE))
     elif kind == "multi_label_classification":
         logits = logit(logits.clip(SMALLEST_SCORE, 1 - SMALLEST_SCORE))
-    summaries: Any = summarize_logits(torch.from_numpy(logits), torch.from_numpy(labels))
-    summaries = tuple(map(np.asarray, summaries)) if isinstance(summaries, tuple) else np.asarray(summaries)
-    metrics = compute_metrics(EvalPrediction(summaries, labels))
-    return summaries, metrics
+    return logits, compute_metrics(EvalPrediction(logits, labels))
 
 
 def compare(theirs: NDArray[Any], ours: NDArray[Any], kind: ProblemType, scale: Any) -> dict[str, Any]:

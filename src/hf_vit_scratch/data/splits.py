@@ -1,15 +1,12 @@
 """Images and labels from anywhere, as three named splits; knows nothing of models.
 
-Sources: the digits that ship inside scikit-learn, a folder of class folders, a table of paths, local parquet files, or
-a dataset on the Hub. Whatever the source, the splits have the columns `image` (encoded, see `decode_image`) and
-`label` (see `targets.py`).
+Whatever the source (`sources.py`), the splits have the columns `image` (encoded, see `decode_image`) and `label` (see
+`targets.py`).
 """
 
-import glob
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +14,20 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
-from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, List, load_dataset
-from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
+from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from huggingface_hub import HfApi
-from huggingface_hub.constants import HF_HUB_CACHE
-from PIL import Image
 
-from ..errors import UserError, blame_the_files
+from ..errors import UserError
 from .groups import GROUP, cut_the_missing, keep_together, paths_of
-from .images import ADVICE, decode_image, find_image_files, local_path, map_images, warn_of_others
+from .images import ADVICE, decode_image, local_path, map_images
 from .options import DataArguments
-from .tables import SPLIT_NAMES, find_columns, find_tables, holds_images, load_tables, parquet_holds_images
-from .targets import encode_labels, is_valid, label_names, problem_type, targets_of
+from .sources import image_paths, load_source
+from .tables import SPLIT_NAMES, find_columns
+from .targets import encode_labels, is_valid, label_names, problem_type, refuse_other_classes, targets_of
 
 logger = logging.getLogger(__name__)
 
-FOLLOW = "If this is intended, add --follow_links true."
 SPLITS = "_splits.csv"  # names images, so it is never pushed
 
 # A path could be that of any file of this machine.
@@ -61,7 +55,9 @@ def load_splits(
         UserError: The data cannot be used; the message says why and what to do.
     """
     args = DataArguments(data=data, **choices)
-    source = _load_source(args, labelled)
+    if args.streaming and (args.group_by is not None or not labelled):
+        raise UserError("A stream has no groups, and needs labels. Leave --group_by out, and train with labels.")
+    source = load_source(args, labelled)
     chosen = _choose_splits(args, source)
     source = type(source)({split: source[split] for split in chosen.values()})
     source = _name_columns(args, source, labelled)
@@ -96,7 +92,7 @@ def load_split(args: DataArguments, split: str | None) -> Dataset:
     Raises:
         UserError: The data cannot be used, or has no such split.
     """
-    source = _load_source(args, labelled=True)
+    source = load_source(args, labelled=True)
     name = find_split(args.data, split or (next(iter(source)) if len(source) == 1 else "test"), source)
     own = replace(args, train_split=name, group_by=None)
     rows = _name_columns(own, DatasetDict({name: source[name]}), labelled=True, complete=False)[name]
@@ -180,24 +176,6 @@ def count_learnt(run: Path, rows: Dataset) -> int | None:
     return sum((os.path.basename(path), size) in known for path, size in files) if known and files else None
 
 
-def load_digits() -> DatasetDict:
-    """Return the 1,797 handwritten digits of 8x8 pixels that ship inside scikit-learn, as grey images.
-
-    A fifth is the test split, the same for every seed, so that results can be compared.
-    Source: E. Alpaydin, C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository.
-    """
-    from sklearn.datasets import load_digits as load_sklearn_digits
-
-    digits = load_sklearn_digits()
-    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # 17 levels of ink, 0 to 16
-    label = ClassLabel(names=[str(name) for name in digits.target_names])
-    rows = Dataset.from_dict(
-        {"image": [Image.fromarray(image) for image in pixels], "label": digits.target.tolist()},
-        features=Features({"image": datasets.Image(), "label": label}),
-    )
-    return rows.train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
-
-
 def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
     feature, labels = rows.features["label"], rows["label"][:]
@@ -232,180 +210,6 @@ def without_corrupt(data: str, split: str, rows: Dataset) -> Dataset:
         for reason in bad:
             logger.warning("  %s", reason)
     return rows.select(good)
-
-
-def _load_source(args: DataArguments, labelled: bool) -> Any:
-    """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
-    data, streaming = args.data, args.streaming
-    path = local_path(data)
-    root = path if path.is_dir() else path.parent
-    folders = _folders_of_splits(root) if path.exists() else {}
-    tables = find_tables(path, [root, *folders.values()] if labelled and path.is_dir() else [])
-    if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
-        if streaming:
-            raise UserError(
-                f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
-            )
-        if args.data_config is not None:
-            raise UserError(f"{data}: --data_config is for a dataset on the Hub that has several. Leave it out.")
-        if data == "digits":
-            return load_digits()
-        source = load_tables(tables, folders, args) if tables else _load_folder(path, labelled, args)
-        if not args.follow_links:
-            _refuse_files_outside([root], source, FOLLOW)
-        if args.corrupt_images == "raise":
-            _refuse_missing_files(data, source)
-        return source
-    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
-        raise UserError(
-            f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
-        )
-    if path.is_dir() and glob.has_magic(str(path.resolve())):  # which datasets would take for a pattern
-        raise UserError(f"{data}: the path of a folder of parquet files must hold none of *?[. Rename it.")
-    try:
-        if path.is_file():
-            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
-        else:
-            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
-    except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
-        hint = "there is no such file or folder, and no dataset of this name could be loaded from the Hub."
-        if path.exists():
-            hint = "it must be a folder of class folders or of parquet files, or a file .csv, .jsonl or .parquet."
-        reason = " ".join(str(error).split())
-        raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
-    features = next(iter(source.values())).features or {}
-    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
-        for name in (name for name, feature in features.items() if holds_images(feature)):
-            source = source.cast_column(name, datasets.Image())
-    if not streaming and not path.exists():
-        caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
-        _refuse_files_outside(caches, source, f"{data} refers to a file that does not belong to it. Do not use it.")
-    elif not streaming and not args.follow_links:
-        _refuse_files_outside([root], source, FOLLOW)
-    return source
-
-
-def _holds_rows(folder: Path) -> bool:
-    """Return whether a folder has parquet files with images in them, or parquet files alone."""
-    images, others = find_image_files(folder)
-    tables = [file for file in others if file.endswith(".parquet") and os.path.basename(file) != "metadata.parquet"]
-    return any(parquet_holds_images(Path(file)) for file in tables) or bool(tables and not images)
-
-
-def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:
-    """Load a folder with a folder of images per class, or without labels with images anywhere, or splits of such."""
-    splits = _split_folders(root, labelled)
-    names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
-    source = {}
-    for split, folder in splits.items():
-        if links := [] if args.follow_links else [name for name in names if name and (folder / name).is_symlink()]:
-            raise UserError(f"{folder / links[0]} leads to {(folder / links[0]).resolve()}. {FOLLOW}")
-        found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
-        files = [(file, name) for name, (images, _) in found.items() for file in images]
-        warn_of_others(folder, sum((others for _, others in found.values()), []))
-        if labelled:
-            _check_class_folders(folder, files, names, splits["train"], nested=args.group_by is not None)
-        elif not files:
-            raise UserError(f"{folder}: there are no images.")
-        with blame_the_files(f"{folder}: the names of files and classes must be UTF-8"):
-            source[split] = Dataset.from_dict(
-                {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
-                features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
-            )
-    everything = find_image_files(root, "follow" if args.follow_links else "skip")[0]
-    if len(everything) > sum(map(len, source.values())):
-        used = {path for rows in source.values() for path in image_paths(rows)}
-        unused = [file for file in everything if str(file) not in used]
-        logger.warning(
-            "%s: %d images are in no class folder and are not used; the first is %s.", root, len(unused), unused[0]
-        )
-    return DatasetDict(source)
-
-
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _folders_of_splits(root: Path) -> dict[str, Path]:
-    """Return the folders inside a folder that have the names of splits; of several, that of the first name."""
-    found = {name.lower(): root / name for name in _subfolders(root)}
-    return {split: found[name] for split, names in SPLIT_NAMES.items() for name in reversed(names) if name in found}
-
-
-def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
-    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
-    folders, splits = [root / name for name in _subfolders(root)], _folders_of_splits(root)
-    if "train" in splits and (not labelled or _subfolders(splits["train"])):  # a class may be called train
-        beside = [] if labelled else [folder for folder in folders if folder not in splits.values()]
-        if unused := [folder.name for folder in beside if find_image_files(folder)[0]]:
-            raise UserError(
-                f"{root}: {splits['train'].name} is the training split, and the images in {', '.join(unused)} beside"
-                " it would not be used. Move them into it, or elsewhere; or rename it, and all images are used."
-            )
-        return splits
-    return {"train": root}
-
-
-def _check_class_folders(
-    folder: Path, files: list[tuple[Path, str]], names: list[str], train: Path, nested: bool
-) -> None:
-    """Refuse class folders that are likely to be something else than meant; `nested` allows folders in all of them."""
-    if files and not nested and all(file.parent.name not in names for file, _ in files):
-        raise UserError(
-            f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
-            "and test; if they are classes, put their images right into them, or give --group_by 1 if each folder "
-            "inside them holds the images of one thing. To evaluate, give the folder of one split."
-            + (f" If the folders in {names[0]} are the classes, give {folder / names[0]}." if len(names) == 1 else "")
-        )
-    splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
-    if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
-        raise UserError(
-            f"{folder}: {wrong[0]} holds folders of classes, but there is no folder train. If it is a split, move "
-            "the classes beside it into a folder train; if it is a class, put its images right into it."
-        )
-    if not files:
-        found = "there are no images."
-        if loose := len(find_image_files(folder)[0]):
-            found = f"none of its {loose} images is in a class folder. If {folder.name} is one, give the folder above."
-        if tables := [path for suffix in (".csv", ".jsonl", ".parquet") for path in sorted(folder.glob(f"*{suffix}"))]:
-            found += f" If {tables[0].name} lists them, give {tables[0]}."
-        raise UserError(
-            f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "
-            "dog/2.png."
-        )
-    empty = sorted({*names} - {name for _, name in files})
-    if folder == train and empty:
-        raise UserError(f"{folder}: no images in the class folders {empty}. Delete these folders, or fill them.")
-    if unknown := sorted(set(_subfolders(folder)) - set(names)):
-        raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
-
-
-def _refuse_missing_files(data: str, source: DatasetDict) -> None:
-    files = dict.fromkeys(path for rows in source.values() for path in image_paths(rows))  # splits share their table
-    if missing := [path for path in files if not os.path.isfile(path)]:
-        raise UserError(
-            f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
-            "the paths, or leave such images out with --corrupt_images skip."
-        )
-
-
-def _refuse_files_outside(folders: Sequence[str | Path], source: DatasetDict, advice: str) -> None:
-    """Refuse links, and paths in rows, that lead out of these folders: somebody else may have made them."""
-    files = [Path(path) for rows in source.values() for path in image_paths(rows)]
-    inside, parents = [Path(folder).resolve() for folder in folders], {file.parent for file in files}
-    # Of a folder, few files are links, and to ask each where it is takes a minute for a million.
-    for path in [*sorted(parents), *(file for file in files if file.is_symlink())]:
-        found = path.resolve()
-        if not any(map(found.is_relative_to, inside)):
-            leads = "lies" if path == found else f"leads to {found},"
-            raise UserError(f"{path} {leads} outside of {inside[0]}. {advice}")
-
-
-def image_paths(rows: Dataset) -> Iterator[str]:
-    """Yield the paths of the images that are not in the rows themselves, without reading any image."""
-    for column in (name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)):
-        for chunk in rows.data.column(column).chunks:
-            yield from chunk.field("path").filter(chunk.field("bytes").is_null()).drop_null().to_pylist()
 
 
 def _choose_splits(args: DataArguments, source: Any) -> dict[str, str]:
@@ -449,8 +253,10 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
             f"{data}: the columns of labels must differ from each other and from that of the images, and none may be "
             f"called image; got {labels} beside {image!r}. Choose or rename them."
         )
-    if args.streaming:  # renaming reads the rows: decoded images would be compressed again, with loss
-        source = source.cast_column(image, datasets.Image(decode=False))
+    if args.streaming:
+        # Reading an image, `datasets` would take a file of its name in the working directory instead, and renaming,
+        # decode and compress it again.
+        source = source.cast_column(image, {"bytes": Value("binary"), "path": Value("string")})
     group = [] if args.group_by in (image, *labels) or args.group_by not in features else [args.group_by]
     without = [split for split, rows in source.items() if not {*labels} <= {*(rows.features or labels)}]
     for split in without:
@@ -468,6 +274,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         return DatasetDict(
             {name: rows.add_column("label", [0] * len(rows), feature=one) for name, rows in source.items()}
         )
+    refuse_other_classes(data, source, args.train_split, labels)
     return encode_labels(data, source, args.train_split, labels, complete, args.label_separator)
 
 
@@ -477,6 +284,7 @@ def _download(args: DataArguments, split: str, stream: IterableDataset) -> Datas
     data, choices = args.data, (args.data_config, args.image_column, args.label_column)
     version = Hasher.hash([data, split, choices, _version(data)])
     rows = Dataset.from_generator(lambda: stream, features=stream.features, fingerprint=version)
+    rows = rows.cast_column("image", datasets.Image(decode=False))
     if any(image_paths(rows)):
         raise UserError(f"{data}: {NOT_IN_ROWS}")
     return rows

@@ -3,7 +3,7 @@
 import glob
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -90,10 +90,11 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
     return [path] if is_table else []
 
 
-def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataArguments) -> DatasetDict:
+def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> DatasetDict:
     """Load tables whose paths are relative to their own folders, as rows in the order of the paths.
 
-    A row belongs to the split that its column `split` names, or whose folder holds its image, else to train.
+    A row belongs to the split that its column `split` names, else to that of the first folder below the root, on the
+    way to its image, that has the name of a split, else to train.
     """
     splits: dict[str, Dataset] = {}
     for table in tables:
@@ -117,21 +118,29 @@ def load_tables(tables: Iterable[Path], folders: Mapping[str, Path], args: DataA
         # Added before the other is removed: without any column, `datasets` loses the rows.
         rows = rows.select(order).add_column(f"images of {column}", images, feature=datasets.Image())
         rows = rows.remove_columns(column).rename_column(f"images of {column}", column)
-        places = {split: os.path.join(os.path.abspath(folder), "") for split, folder in folders.items()}
-        found = [next((split for split in places if path.startswith(places[split])), "train") for path in paths]
-        if "split" in rows.column_names:
-            names = [str(name or "").lower() for name in rows["split"]]
-            if unknown := {*names} - SPLITS_BY_NAME.keys():
-                raise UserError(
-                    f"{table}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "
-                    "rename it."
-                )
-            found, rows = [SPLITS_BY_NAME[name] for name in names], rows.remove_columns("split")
-        for split in sorted({*found}):
-            if split in splits:
-                raise UserError(f"{table} lists images of {split}, and so does another metadata file. Delete one.")
-            splits[split] = rows.select([row for row, name in enumerate(found) if name == split])
+        folders = [os.path.relpath(path, root).lower().split(os.sep)[:-1] for path in paths]
+        names = [next((name for name in above if name in SPLITS_BY_NAME), "train") for above in folders]
+        found = divide(str(table), rows) if "split" in rows.column_names else _divide(rows, names)
+        if twice := sorted(found.keys() & splits.keys()):
+            raise UserError(f"{table} lists images of {twice[0]}, and so does another metadata file. Delete one.")
+        splits |= found
     return DatasetDict(splits)
+
+
+def divide(data: str, rows: Dataset) -> dict[str, Dataset]:
+    """Return the splits that the column `split` names."""
+    names = [str(name or "").lower() for name in rows["split"]]
+    if unknown := {*names} - SPLITS_BY_NAME.keys():
+        raise UserError(
+            f"{data}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "
+            "rename it."
+        )
+    return _divide(rows.remove_columns("split"), names)
+
+
+def _divide(rows: Dataset, names: list[str]) -> dict[str, Dataset]:
+    splits = pd.Series(names).map(SPLITS_BY_NAME)
+    return {str(split): rows.select(places) for split, places in splits.groupby(splits).indices.items()}
 
 
 def find_columns(args: DataArguments, what: str, found: list[str], possible: Iterable[str]) -> list[str]:

@@ -139,7 +139,7 @@ def encode_labels(
             f"{data}: to stream, the column {columns[0]!r} must be of the type ClassLabel, which names the classes, "
             f"without --label_separator; it is {features[0]}. Leave --streaming out."
         )
-    table = {split: list(zip(*(rows[name][:] for name in columns), strict=True)) for split, rows in source.items()}
+    table = {split: _cells(rows, columns) for split, rows in source.items()}
     if all(value is None for row in table[train] for value in row):
         raise UserError(f"{data}: no row of {train} has a label. Fill the column, or choose another: --label_column.")
     for split, rows in table.items():
@@ -154,19 +154,20 @@ def encode_labels(
     if not is_list and len(kinds) > 1:  # in the table of one split, each name may be a whole number
         table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
         first = Value("string")
+    held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
     if separator is not None:
         if is_list or not _holds(first, "string"):
-            held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
         for split, rows in table.items():  # an empty cell has none of the labels, but an empty column is not labelled
             unknown = is_class or (split != train and all(row == (None,) for row in rows))
             texts = [None if unknown and row[0] is None else row[0] or "" for row in rows]
             table[split] = [(text if text is None else split_names(text, separator),) for text in texts]
         is_list = True
-    lists: dict[str, list[Any]]
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
-        lists = {split: [None if None in row else [*compress(columns, row)] for row in rows]
-                 for split, rows in table.items()}  # fmt: skip
+        lists: dict[str, list[Any]] = {
+            split: [None if None in row else [*compress(columns, row)] for row in rows]
+            for split, rows in table.items()
+        }
         feature, labels = _number_names(data, train, lists, columns, complete)
     elif len(columns) == 1 and _holds(first, "string", "int", "bool"):
         lists = {split: [row[0] if is_list else row for row in rows] for split, rows in table.items()}
@@ -175,7 +176,6 @@ def encode_labels(
         feature = {name: Value("float64") for name in columns}
         labels = {split: [dict(zip(columns, row, strict=True)) for row in rows] for split, rows in table.items()}
     else:
-        held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
         raise UserError(
             f"{data}: a label must be a name, a whole number, true or false, a list of these, or a decimal number. "
             f"Several columns must all hold 0 and 1, or decimal numbers. But {held}. Correct mixed types, or choose "
@@ -187,6 +187,23 @@ def encode_labels(
         split: rows.remove_columns(columns).add_column("label", labels[split], feature=feature)
         for split, rows in source.items()
     })  # fmt: skip
+
+
+def refuse_other_classes(data: str, source: Any, train: str, columns: list[str]) -> None:
+    """Refuse class ids that have other names in another split."""
+    names = {
+        split: [
+            getattr(getattr(feature, "feature", feature), "names", None) for feature in map(rows.features.get, columns)
+        ]
+        for split, rows in source.items()
+        if rows.features
+    }
+    for split, own in names.items():
+        if own != names[train]:
+            raise UserError(
+                f"{data}: the classes of {split} are {own[0]}, but those of {train} are {names[train][0]}. Write all "
+                "splits with the same names, in the same order."
+            )
 
 
 def _number_names(
@@ -212,6 +229,12 @@ def _number_names(
     ids = {name: number for number, name in enumerate(names)}
     numbers = {split: [row and [ids.get(name) for name in row] for row in rows] for split, rows in lists.items()}
     return List(ClassLabel(names=list(map(str, names)))), numbers
+
+
+def _cells(rows: Dataset, columns: list[str]) -> list[tuple[Any, ...]]:
+    """Return the rows of columns. Texts have no blanks around them, and those of blanks alone are missing."""
+    cells = ([value.strip() or None if isinstance(value, str) else value for value in rows[name]] for name in columns)
+    return list(zip(*cells, strict=True))
 
 
 def _holds(feature: Any, *kinds: str) -> bool:

@@ -146,19 +146,15 @@ def random_crop(images: Tensor, rng: SampleRNG, padding: int) -> Tensor:
         for size in (height, width)
     )
     from_row, from_column = to_device(rows, images, torch.int64), to_device(columns, images, torch.int64)
-    return _gather(images, from_row[:, :, None] * width + from_column[:, None])
+    places = from_row[:, :, None] * width + from_column[:, None]  # (B, height, width)
+    index = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return images.flatten(2).gather(2, index).view_as(images)
 
 
 def random_horizontal_flip(images: Tensor, rng: SampleRNG, probability: float) -> Tensor:
     """Mirror some images; `v2.RandomHorizontalFlip`."""
     mirrored = to_device(np.flatnonzero(rng.uniform() < probability), images, torch.int64)
     return images.index_copy(0, mirrored, images.index_select(0, mirrored).flip(3))
-
-
-def _gather(images: Tensor, places: Tensor) -> Tensor:
-    """Take pixels (B, height, width) from their places in each image, row * width of the image + column."""
-    index = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
-    return images.flatten(2).gather(2, index).unflatten(2, places.shape[1:])
 
 
 def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: float, scale: float) -> Tensor:
@@ -173,27 +169,17 @@ def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: flo
     matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1).reshape(
         -1, 2, 3
     )
-    half = np.array([width / 2, height / 2])
-    # grid_sample's coordinates go from -1 to 1.
-    scaled = matrix * np.array([*half, 1.0]) / half[:, None]
-    grid = F.affine_grid(to_device(scaled, images), list(images.shape), align_corners=False)
-    # As in PIL: what comes from outside is black, and what comes from the outer half of a border pixel is that pixel.
-    moved = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
-    return _to_uint8(moved.masked_fill_((grid.abs() > 1).any(-1)[:, None], 0))
+    return _warp(images, matrix, "bilinear", 0)
 
 
-def _take_nearest(images: Tensor, matrix: Numbers, fill: int) -> Tensor:
+def _warp(images: Tensor, matrix: Numbers, mode: str, fill: int) -> Tensor:
     """Take each pixel from where the matrix (B, 2, 3) sends its (x, y, 1); pixels, from the middle."""
-    height, width = images.shape[-2:]
-    framed = F.pad(images, (1, 1, 1, 1), value=fill)  # what comes from outside comes from the frame
-    y, x = (torch.arange(side, device=images.device) - (side - 1) / 2 for side in (height, width))
-    from_x, from_y = (
-        (of_x * x + shift + 1 + side / 2 + of_y * y[:, None]).clamp_(0, side + 1).long()  # (B, height, width)
-        for (of_x, of_y, shift), side in zip(
-            to_device(matrix, images).permute(1, 2, 0)[..., None, None], (width, height), strict=True
-        )
-    )
-    return _gather(framed, from_y * (width + 2) + from_x)
+    half = np.array(images.shape[:1:-1]) / 2  # of the width and the height
+    scaled = matrix * np.array([*half, 1.0]) / half[:, None]  # grid_sample's coordinates go from -1 to 1
+    grid = F.affine_grid(to_device(scaled, images), list(images.shape), align_corners=False)
+    # As in PIL: what comes from outside is filled, and what comes from the outer half of a border pixel is that pixel.
+    moved = F.grid_sample(images.float(), grid, mode, padding_mode="border", align_corners=False)
+    return _to_uint8(moved.masked_fill_((grid.abs() > 1).any(-1)[:, None], fill))
 
 
 def random_erasing(images: Tensor, rng: SampleRNG, probability: float, value: int) -> Tensor:
@@ -230,13 +216,13 @@ def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.Tr
 def apply(images: Tensor, names: NDArray[np.str_], strength: Numbers, fill: int) -> Tensor:
     """Change each image by an operation of torchvision's policies, by its name (B,), and as strongly as it should."""
     # All geometric operations are one, with a matrix for each image.
-    groups = [GEOMETRIC, *((name,) for name in dict.fromkeys(names.tolist()) if name not in GEOMETRIC)]
-    places = [np.flatnonzero(np.logical_or.reduce([names == name for name in group])) for group in groups]
+    groups = dict.fromkeys(GEOMETRIC if name in GEOMETRIC else (name,) for name in names.tolist())
+    places = [np.flatnonzero(np.isin(names, group)) for group in groups]
     changed = []
     for group, chosen in zip(groups, places, strict=True):
         part = images.index_select(0, to_device(chosen, images, torch.int64))
         if group is GEOMETRIC:
-            part = _take_nearest(part, _matrices(names[chosen], strength[chosen], images.shape[-2:]), fill)
+            part = _warp(part, _matrices(names[chosen], strength[chosen], images.shape[-2:]), "nearest", fill)
         elif group[0] != "Identity":
             part = _change_colors(part, group[0], strength[chosen])
         changed.append(part)

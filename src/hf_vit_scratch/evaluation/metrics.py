@@ -9,7 +9,7 @@ import datasets
 import evaluate
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
+from scipy.special import expit, log_softmax, softmax
 from scipy.stats import binomtest
 from sklearn.metrics import (
     average_precision_score,
@@ -19,8 +19,6 @@ from sklearn.metrics import (
     r2_score,
     roc_auc_score,
 )
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import EvalPrediction
 
 from ..data.targets import ProblemType
@@ -61,23 +59,6 @@ def problem_type_of(targets: Any) -> ProblemType:
     return "regression" if "float" in str(targets.dtype) else "multi_label_classification"
 
 
-def summarize_logits(logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Reduce logits (B, L) to what the metrics need, to save memory in an evaluation.
-
-    Returns:
-        For class ids, the ids of the five best classes (B, 5), the probability of the best (B,), and the cross-entropy
-        (B,). Of five classes or fewer, all but the worst. For other targets, the logits in float32.
-    """
-    logits = logits.float()
-    if problem_type_of(labels) != "single_label_classification":
-        return logits
-    return (
-        logits.topk(min(5, max(logits.shape[-1] - 1, 1)), dim=-1).indices,
-        logits.softmax(dim=-1).amax(dim=-1),
-        F.cross_entropy(logits, labels, reduction="none"),
-    )
-
-
 def wilson_interval(share: float, number: int) -> tuple[float, float]:
     """Return the 95% confidence interval of a share of so many images (Wilson 1927)."""
     interval = binomtest(round(share * number), number).proportion_ci(method="wilson")
@@ -85,7 +66,7 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute the Trainer's metrics from what `summarize_logits` returns, and the targets (N, ...).
+    """Compute the Trainer's metrics from logits (N, L), and the targets (N, ...).
 
     An accuracy has its 95% confidence interval beside it. Of five classes or fewer there is no top-5 accuracy, which
     would be 1. Scores of several labels or numbers are means over them.
@@ -94,44 +75,43 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         UserError: A score is not finite.
 
     Example:
-        >>> summaries = (np.array([[2, 0], [1, 2]]), np.array([0.9, 0.6]), np.array([0.1, 1.5]))
-        >>> metrics = compute_metrics(EvalPrediction(summaries, np.array([2, 0])))
-        >>> metrics["accuracy"], metrics["loss"]
-        (0.5, 0.8)
+        >>> metrics = compute_metrics(EvalPrediction(np.array([[0.0, 2.0], [3.0, 1.0]]), np.array([1, 1])))
+        >>> metrics["accuracy"], round(metrics["loss"], 4)
+        (0.5, 1.1269)
     """
-    labels, predictions = cast(np.ndarray, evaluation.label_ids), cast(Any, evaluation.predictions)
+    labels, logits = cast(Any, evaluation.label_ids), np.asarray(evaluation.predictions, np.float32)
     kind = problem_type_of(labels)
-    numbers = predictions[2] if kind == "single_label_classification" else predictions
-    if lost := int((~np.isfinite(numbers)).reshape(len(labels), -1).any(axis=1).sum()):
+    if lost := int((~np.isfinite(logits)).any(axis=1).sum()):
         raise UserError(
             f"The scores of {lost} of {len(labels)} images are not finite: the weights are damaged, the training has "
             "failed, or 16-bit numbers are too small (then give --fp16 false)."
         )
     if kind == "regression":
-        return {"r2": float(r2_score(labels, predictions)), "mae": float(mean_absolute_error(labels, predictions))}
+        return {"r2": float(r2_score(labels, logits)), "mae": float(mean_absolute_error(labels, logits))}
     if kind == "multi_label_classification":
-        defined = [scores for scores in _label_scores(labels, predictions) if scores]
+        defined = [scores for scores in _label_scores(labels, logits) if scores]
         auroc, precision = np.mean(defined or [(math.nan, math.nan)], axis=0)
         present = np.flatnonzero(labels.any(axis=0))  # labels that no image has do not count, as classes below
-        f1 = _scores(labels, predictions > 0, present)[2] if len(present) else np.array(math.nan)
+        f1 = _scores(labels, logits > 0, present)[2] if len(present) else np.array(math.nan)
         return {
             "average_precision": float(precision),
             "auroc": float(auroc),
             "macro_f1": float(f1.mean()),
-            "loss": float((np.logaddexp(0, predictions) - labels * predictions).mean(dtype=np.float64)),
+            "loss": float((np.logaddexp(0, logits) - labels * logits).mean(dtype=np.float64)),
         }
-    ranked, _, losses = predictions
+    ranked = np.argsort(-logits, axis=1, kind="stable")[:, :5]
     accuracies = TopKAccuracy(keep_in_memory=True, cache_dir=tempfile.gettempdir()).compute(
         predictions=ranked, references=labels
     )
     metrics = cast(dict[str, float], accuracies)
-    if ranked.shape[1] < 5:
+    if logits.shape[1] <= 5:
         del metrics["top5_accuracy"]
     for name in filter(metrics.__contains__, SHARES_OF_IMAGES):
         metrics[f"{name}_low"], metrics[f"{name}_high"] = wilson_interval(metrics[name], len(labels))
     # Classes that the images lack do not count: `balanced_accuracy_score` is this recall, but warns of them.
     _, recall, f1, _ = _scores(labels, ranked[:, 0], np.unique(labels))
     metrics |= {"balanced_accuracy": float(recall.mean()), "macro_f1": float(f1.mean())}
+    losses = -np.take_along_axis(log_softmax(logits, axis=1), labels[:, None], axis=1)
     return {**metrics, "loss": float(losses.mean(dtype=np.float64))}
 
 
@@ -152,11 +132,11 @@ def _label_scores(labels: NDArray[Any], logits: NDArray[Any]) -> list[tuple[floa
     ]
 
 
-def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
+def detailed_report(logits: Any, labels: Any, label_names: list[str]) -> dict[str, Any]:
     """Report scores for each class, label or number, the confusion matrix of classes, and the calibration.
 
     Args:
-        predictions: Results of `summarize_logits` for N images.
+        logits: Outputs of the model for N images, (N, L).
         labels: Targets (N, ...).
         label_names: Names of the L classes, labels or numbers.
 
@@ -170,12 +150,12 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
     kind = problem_type_of(labels)
     report: dict[str, Any] = {"problem_type": kind, "images": len(labels)}
     if kind == "regression":
-        both = (score(labels, predictions, multioutput="raw_values") for score in (r2_score, mean_absolute_error))
+        both = (score(labels, logits, multioutput="raw_values") for score in (r2_score, mean_absolute_error))
         r2, mae = (np.broadcast_to(one, len(label_names)).tolist() for one in both)  # of one image, R2 is a NaN
         numbers = zip(label_names, r2, mae, strict=True)
         return {**report, "per_number": {name: {"r2": r2, "mae": mae} for name, r2, mae in numbers}}
     several, ids = kind == "multi_label_classification", list(range(len(label_names)))
-    best = predictions > 0 if several else predictions[0][:, 0]
+    best = logits > 0 if several else logits.argmax(axis=1)
     # `classification_report` puts its averages among the classes, one of which may be named accuracy.
     scores = _scores(labels, best, ids)
     names = ("precision", "recall", "f1-score", "support")
@@ -184,11 +164,11 @@ def detailed_report(predictions: Any, labels: Any, label_names: list[str]) -> di
         for label, *of_class in zip(label_names, *scores, strict=True)
     }
     if several:
-        for row, rankings in zip(report["per_class"].values(), _label_scores(labels, predictions), strict=True):
+        for row, rankings in zip(report["per_class"].values(), _label_scores(labels, logits), strict=True):
             row |= zip(("auroc", "average-precision"), rankings, strict=False)
-        return {**report, "calibration": calibration(expit(predictions).ravel(), labels.ravel() == 1)}
+        return {**report, "calibration": calibration(expit(logits).ravel(), labels.ravel() == 1)}
     report["confusion_matrix"] = confusion_matrix(labels, best, labels=ids).tolist()
-    return {**report, "calibration": calibration(predictions[1], best == labels)}
+    return {**report, "calibration": calibration(softmax(logits, axis=1).max(axis=1), best == labels)}
 
 
 def calibration(confidence: NDArray[Any], right: NDArray[np.bool_]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from datasets import Dataset
 from PIL import Image
-from scipy.special import expit
+from scipy.special import expit, softmax
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
@@ -20,6 +20,7 @@ from ..data.dataset import ImageClassificationDataset
 from ..data.groups import LISTING, paths_of
 from ..data.images import denormalize, images_of, local_path
 from ..data.masking import MaskedImageDataset
+from ..data.splits import SPLITS
 from ..data.targets import label_names
 from .figures import plot_curves, plot_images, plot_numbers
 from .metrics import detailed_report, problem_type_of
@@ -38,6 +39,8 @@ def report_on_test_split(
 
     The source of the images is `data`, as given to `--data`. The command repeats the run.
     """
+    is_masked = isinstance(test_dataset, MaskedImageDataset)
+    trainer.args.prediction_loss_only = is_masked  # the reconstructions of all images would fill the memory
     outputs = predict_split(trainer, test_dataset)
     if hasattr(trainer.train_dataset, "__len__"):  # a stream has no passes
         outputs.metrics["epoch"] = trainer.state.epoch
@@ -45,7 +48,6 @@ def report_on_test_split(
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
     (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-    is_masked = isinstance(test_dataset, MaskedImageDataset)
     report = write_report(outputs, None if is_masked else test_dataset.rows, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
         if not trainer.is_fsdp_enabled:  # this process alone has only a part of each weight
@@ -77,7 +79,9 @@ def write_report(
     outputs: PredictionOutput, rows: Dataset | None, data: str, command: str, output_dir: Path
 ) -> dict[str, Any]:
     """Write what was found on labelled rows into a folder, with every answer and the worst mistakes, and return it."""
-    on_the_hub = data != "digits" and not local_path(data).exists()
+    # The data may have been moved since: then the run's list of its files says that they are private.
+    is_local = local_path(data).exists() or (output_dir / SPLITS).is_file()
+    on_the_hub = data != "digits" and not is_local
     report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
     if (listing := output_dir / LISTING).is_file():
         report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
@@ -138,15 +142,15 @@ def mirrored_views(model: PreTrainedModel, logits: Iterable[Tensor]) -> Iterator
 def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:
     """Plot the worst mistakes on the test split into a PNG file, and list all answers beside it, the worst first."""
     path.unlink(missing_ok=True)  # a resumed run may have left it
-    predictions, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
+    logits, labels = cast(Any, outputs.predictions), cast(Any, outputs.label_ids)
     kind, all_names = problem_type_of(labels), np.array(names, object)
     if kind == "single_label_classification":
-        ranked, scores, _ = predictions
-        severity = np.where(ranked[:, 0] != labels, scores, 0)
-        answers, truth = all_names[ranked[:, 0]], all_names[labels]
+        best, scores = logits.argmax(axis=1), softmax(logits, axis=1).max(axis=1)
+        severity = np.where(best != labels, scores, 0)
+        answers, truth = all_names[best], all_names[labels]
         caption = "taken for {answer:.12} ({score:.0%})\nis {truth:.20}"
     else:
-        numbers = predictions if kind == "regression" else expit(predictions)
+        numbers = logits if kind == "regression" else expit(logits)
         errors = np.abs(numbers - labels)
         errors = errors / (labels.std(axis=0) + 1e-9) if kind == "regression" else errors * (errors > 0.5)
         at = np.arange(len(labels)), errors.argmax(axis=1)

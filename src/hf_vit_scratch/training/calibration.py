@@ -58,12 +58,12 @@ def _outputs(trainer: ViTTrainer, dataset: Any) -> tuple[NDArray[Any], NDArray[A
     hook = cast(Any, trainer.model).base_model.register_forward_hook(
         lambda module, args, output: vectors.append(output.pooler_output)
     )
-    summaries = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+    functions = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
     trainer.compute_metrics = None
     trainer.preprocess_logits_for_metrics = cast(Any, lambda logits, labels: (vectors.pop().float(), logits.float()))
     try:
         outputs = trainer.predict(dataset)
     finally:
         hook.remove()
-        trainer.compute_metrics, trainer.preprocess_logits_for_metrics = summaries
+        trainer.compute_metrics, trainer.preprocess_logits_for_metrics = functions
     return (*outputs.predictions, np.asarray(outputs.label_ids))

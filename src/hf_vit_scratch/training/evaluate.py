@@ -35,13 +35,13 @@ from ..data.splits import absolute, count_learnt, find_split, load_split, with_n
 from ..data.targets import targets_of
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..evaluation.figures import plot_report
-from ..evaluation.metrics import compute_metrics, summarize_logits
+from ..evaluation.metrics import compute_metrics
 from ..evaluation.predict import load_classifier, refuse_other_models
 from ..evaluation.report import predict_split, summary, write_report
 from ..speed import hardware
 from . import steps
 from .arguments import Arguments
-from .recipe import RECIPE, Recipe, parse_recipe
+from .recipe import FACTS, RECIPE, Recipe, parse_recipe
 from .trainer import ViTTrainer
 
 logger = logging.getLogger(__name__)
@@ -127,10 +127,17 @@ def load_rows(
     The splits of the run's own data are cut as the run cut them, so that no training image is in the test split. For
     a further call they are kept in `loaded`.
     """
-    begun = Recipe() if run is None else Recipe.load(run) or Recipe()
+    facts = None if run is None else Recipe.load(run)
+    begun = facts or Recipe()
     is_there = begun.data != "" and local_path(begun.data).exists()  # the project may have been moved
     own = begun.data if is_there else args.data.data
-    if data is not None and absolute(data) != absolute(own):
+    is_unknown = run is not None and facts is None and local_path(own).exists() and own != "digits"
+    if is_unknown and data is None:
+        raise UserError(
+            f"{run} has no {FACTS}, as when it was loaded from the Hub, so which of {own} it was trained on is not "
+            "known. Give --data with other images to test on."
+        )
+    if data is not None and (is_unknown or absolute(data) != absolute(own)):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}
         flags |= {"data": data, "streaming": False, "group_by": args.data.group_by}
@@ -171,7 +178,6 @@ def _open_model(model: str, args: Arguments, recipe: Recipe) -> Opened:
                 args=args.training,
                 eval_dataset=dataset,
                 compute_metrics=compute_metrics,
-                preprocess_logits_for_metrics=summarize_logits,
             )
         return predict_split(trainer, dataset)
 
@@ -186,7 +192,7 @@ def _open_export(model: str) -> Opened:
 
     def predict(rows: Dataset) -> PredictionOutput:
         labels = targets_of(rows)
-        summaries, metrics = evaluate_scores(scores_of_export(classify, images_of(rows)), labels)
-        return PredictionOutput(summaries, labels, {f"test_{name}": value for name, value in metrics.items()})
+        logits, metrics = evaluate_scores(scores_of_export(classify, images_of(rows)), labels)
+        return PredictionOutput(logits, labels, {f"test_{name}": value for name, value in metrics.items()})
 
     return facts["labels"], facts["problem_type"], predict

@@ -38,7 +38,7 @@ from ..data.targets import (
     targets_of,
 )
 from ..errors import UserError, blame_the_user
-from ..evaluation.metrics import METRIC_NAMES, compute_metrics, summarize_logits
+from ..evaluation.metrics import METRIC_NAMES, compute_metrics
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
     ViTScratchForImageClassification,
@@ -111,7 +111,7 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
         listing.unlink(missing_ok=True)
     if args.data.streaming:
         names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
-        others = ("max_train_minutes", "validation_fraction", "test_fraction", "group_by", "whiten_patches")
+        others = ("max_train_minutes", "validation_fraction", "test_fraction", "whiten_patches")
         refuse_beside(args, "--streaming", *names, *others)
         if args.data.near_duplicates == "drop":
             raise UserError("A stream is not searched for near duplicates: leave out --near_duplicates drop.")
@@ -146,7 +146,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     if not args.data.streaming:
         recipe.fingerprint = check_images(Path(training.output_dir), recipe, splits)
     start = load_starting_model(args)
-    if start is not None and isinstance(start.model, ViTScratchForImageClassification):
+    if start is not None:
         _warn_of_other_splits(Path(str(args.model.model)), recipe, splits["test"])
     if recipe.left_out:
         logger.info("Left out of the recipe, because a flag replaces it: %s", ", ".join(recipe.left_out))
@@ -321,7 +321,6 @@ def build_trainer(
             eval_dataset=dataset_class(splits["validation"], transform),
             processing_class=image_processor,  # saved beside the weights: pipelines prepare images as we did
             compute_metrics=None if masked else compute_metrics,
-            preprocess_logits_for_metrics=None if masked else summarize_logits,
             stage=stage,
         )
     logger.info(

@@ -24,7 +24,7 @@ from PIL import Image
 from transformers import ImageClassificationPipeline
 
 from ...data.images import ADVICE, MAX_PIXELS, decode_image, local_path
-from ...data.splits import load_digits
+from ...data.sources import load_digits
 from ...errors import UserError
 from ...evaluation.predict import load_classifier, model_parser
 from ..attention_maps import ImageAttention, format_prediction, inspect_image

@@ -1,0 +1,261 @@
+"""Where images come from: the digits inside scikit-learn, folders, tables of paths, parquet files, or the Hub."""
+
+import glob
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
+from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
+from huggingface_hub.constants import HF_HUB_CACHE
+from PIL import Image
+from pyarrow import parquet
+
+from ..errors import UserError, blame_the_files
+from .images import find_image_files, local_path, warn_of_others
+from .options import DataArguments
+from .tables import SPLIT_NAMES, divide, find_tables, holds_images, load_tables, parquet_holds_images
+
+logger = logging.getLogger(__name__)
+
+FOLLOW = "If this is intended, add --follow_links true."
+
+
+def load_source(args: DataArguments, labelled: bool) -> Any:
+    """Load all splits of a source as it is: a `DatasetDict`, or an `IterableDatasetDict` for streaming."""
+    data, path = args.data, local_path(args.data)
+    root = path if path.is_dir() else path.parent
+    tables = find_tables(path, [root, *_folders_of_splits(root).values()] if labelled and path.is_dir() else [])
+    if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
+        if args.streaming:
+            raise UserError(
+                f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
+            )
+        if args.data_config is not None:
+            raise UserError(f"{data}: --data_config is for a dataset on the Hub that has several. Leave it out.")
+        if data == "digits":
+            return load_digits()
+        source = load_tables(tables, root, args) if tables else _load_folder(path, labelled, args)
+        if path.is_dir():
+            _warn_of_unused(path, source, args.follow_links)
+    else:
+        source = _load_rows(args, path)
+    if args.streaming:
+        return source
+    if not path.exists():
+        caches = (HF_CACHE_HOME, HF_DATASETS_CACHE, HF_HUB_CACHE)
+        _refuse_files_outside(caches, source, f"{data} refers to a file that does not belong to it. Do not use it.")
+    elif not args.follow_links:
+        _refuse_files_outside([root], source, FOLLOW)
+    if args.corrupt_images == "raise":
+        _refuse_missing_files(data, source)
+    return source
+
+
+def _load_rows(args: DataArguments, path: Path) -> Any:
+    """Load parquet files that hold the images themselves, or a dataset on the Hub."""
+    data, streaming = args.data, args.streaming
+    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+        raise UserError(
+            f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
+        )
+    if path.is_dir() and glob.has_magic(str(path.resolve())):  # which datasets would take for a pattern
+        raise UserError(f"{data}: the path of a folder of parquet files must hold none of *?[. Rename it.")
+    try:
+        if path.is_file():
+            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
+        else:
+            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
+    except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
+        hint = "there is no such file or folder, and no dataset of this name could be loaded from the Hub."
+        if path.exists():
+            hint = "it must be a folder of class folders or of parquet files, or a file .csv, .jsonl or .parquet."
+        reason = " ".join(str(error).split())
+        raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
+    info = next(iter(source.values())).info
+    if path.is_dir() and info.builder_name != "parquet":  # by the suffix that most files have
+        raise UserError(
+            f"{data}: `datasets` reads its {info.builder_name} files, not the parquet files. Move these into a folder "
+            "of their own."
+        )
+    if path.exists():
+        _check_parquet(path, source)
+        if not streaming and {*source} == {"train"} and "split" in source["train"].column_names:
+            source = DatasetDict(divide(data, source["train"]))
+    features = info.features or {}
+    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        for name in (name for name, feature in features.items() if holds_images(feature)):
+            source = source.cast_column(name, datasets.Image())
+    return source
+
+
+def load_digits() -> DatasetDict:
+    """Return the 1,797 handwritten digits of 8x8 pixels that ship inside scikit-learn, as grey images.
+
+    A fifth is the test split, the same for every seed, so that results can be compared.
+    Source: E. Alpaydin, C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository.
+    """
+    from sklearn.datasets import load_digits as load_sklearn_digits
+
+    digits = load_sklearn_digits()
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # 17 levels of ink, 0 to 16
+    label = ClassLabel(names=[str(name) for name in digits.target_names])
+    rows = Dataset.from_dict(
+        {"image": [Image.fromarray(image) for image in pixels], "label": digits.target.tolist()},
+        features=Features({"image": datasets.Image(), "label": label}),
+    )
+    return rows.train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
+
+
+def _holds_rows(folder: Path) -> bool:
+    """Return whether a folder has parquet files with images in them, or parquet files alone."""
+    tables = _parquet_files(folder)
+    return any(map(parquet_holds_images, tables)) or bool(tables and not find_image_files(folder)[0])
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    """Return the file that a path is, or the parquet files of a folder that are no tables of its images."""
+    others = [Path(file) for file in sorted(find_image_files(path)[1])]
+    return [path] if path.is_file() else [
+        file for file in others if file.suffix == ".parquet" and file.name != "metadata.parquet"
+    ]  # fmt: skip
+
+
+def _check_parquet(path: Path, source: Any) -> None:
+    """Refuse parquet files whose classes differ, and warn of those that `datasets` leaves out.
+
+    It would take the names of the first file for all, so a class id could change its meaning.
+    """
+    features, number = next(iter(source.values())).features, 0
+    for file in _parquet_files(path):
+        number += parquet.read_metadata(file).num_rows
+        for name, feature in Features.from_arrow_schema(parquet.read_schema(file)).items():
+            if hasattr(feature, "names") and features.get(name) != feature:
+                raise UserError(
+                    f"{file}: the classes of the column {name!r} are {feature.names}, but those of another file are "
+                    f"{getattr(features.get(name), 'names', None)}. Write all files with the same names, in the same "
+                    "order."
+                )
+    if isinstance(source, DatasetDict) and (left := number - sum(map(len, source.values()))) > 0:
+        logger.warning(
+            "%s: %d rows of its parquet files are not used: where names of files hold train, validation or test, all "
+            "must.", path, left,
+        )  # fmt: skip
+
+
+def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:
+    """Load a folder with a folder of images per class, or without labels with images anywhere, or splits of such."""
+    splits = _split_folders(root, labelled)
+    names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
+    source = {}
+    for split, folder in splits.items():
+        if links := [] if args.follow_links else [name for name in names if name and (folder / name).is_symlink()]:
+            raise UserError(f"{folder / links[0]} leads to {(folder / links[0]).resolve()}. {FOLLOW}")
+        found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
+        files = [(file, name) for name, (images, _) in found.items() for file in images]
+        warn_of_others(folder, sum((others for _, others in found.values()), []))
+        if labelled:
+            _check_class_folders(folder, files, names, splits["train"], nested=args.group_by is not None)
+        elif not files:
+            raise UserError(f"{folder}: there are no images.")
+        with blame_the_files(f"{folder}: the names of files and classes must be UTF-8"):
+            source[split] = Dataset.from_dict(
+                {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
+                features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
+            )
+    return DatasetDict(source)
+
+
+def _warn_of_unused(root: Path, source: DatasetDict, follow_links: bool) -> None:
+    """Log how many images of a folder are in none of its splits."""
+    images = find_image_files(root, "follow" if follow_links else "skip")[0]
+    if len(images) > sum(map(len, source.values())):
+        used = {os.path.abspath(path) for rows in source.values() for path in image_paths(rows)}
+        unused = [file for file in images if os.path.abspath(file) not in used]
+        where = "no class folder, split or table"
+        logger.warning(
+            "%s: %d images are in %s and are not used; the first is %s.", root, len(unused), where, unused[0]
+        )
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _folders_of_splits(root: Path) -> dict[str, Path]:
+    """Return the folders inside a folder that have the names of splits; of several, that of the first name."""
+    found = {name.lower(): root / name for name in _subfolders(root)}
+    return {split: found[name] for split, names in SPLIT_NAMES.items() for name in reversed(names) if name in found}
+
+
+def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
+    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
+    splits = _folders_of_splits(root)
+    has_splits = "train" in splits and (not labelled or _subfolders(splits["train"]))  # a class may be called train
+    return splits if has_splits else {"train": root}
+
+
+def _check_class_folders(
+    folder: Path, files: list[tuple[Path, str]], names: list[str], train: Path, nested: bool
+) -> None:
+    """Refuse class folders that are likely to be something else than meant; `nested` allows folders in all of them."""
+    if files and not nested and all(file.parent.name not in names for file, _ in files):
+        raise UserError(
+            f"{folder}: the folders {names} hold folders, not images. If they are splits, name them train, val "
+            "and test; if they are classes, put their images right into them, or give --group_by 1 if each folder "
+            "inside them holds the images of one thing. To evaluate, give the folder of one split."
+            + (f" If the folders in {names[0]} are the classes, give {folder / names[0]}." if len(names) == 1 else "")
+        )
+    splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
+    if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
+        raise UserError(
+            f"{folder}: {wrong[0]} holds folders of classes, but there is no folder train. If it is a split, move "
+            "the classes beside it into a folder train; if it is a class, put its images right into it."
+        )
+    if not files:
+        found = "there are no images."
+        if loose := len(find_image_files(folder)[0]):
+            found = f"none of its {loose} images is in a class folder. If {folder.name} is one, give the folder above."
+        if tables := [path for suffix in (".csv", ".jsonl", ".parquet") for path in sorted(folder.glob(f"*{suffix}"))]:
+            found += f" If {tables[0].name} lists them, give {tables[0]}."
+        raise UserError(
+            f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "
+            "dog/2.png."
+        )
+    empty = sorted({*names} - {name for _, name in files})
+    if folder == train and empty:
+        raise UserError(f"{folder}: no images in the class folders {empty}. Delete these folders, or fill them.")
+    if unknown := sorted(set(_subfolders(folder)) - set(names)):
+        raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
+
+
+def _refuse_missing_files(data: str, source: DatasetDict) -> None:
+    files = dict.fromkeys(path for rows in source.values() for path in image_paths(rows))  # splits share their table
+    if missing := [path for path in files if not os.path.isfile(path)]:
+        raise UserError(
+            f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
+            "the paths, or leave such images out with --corrupt_images skip."
+        )
+
+
+def _refuse_files_outside(folders: Sequence[str | Path], source: DatasetDict, advice: str) -> None:
+    """Refuse links, and paths in rows, that lead out of these folders: somebody else may have made them."""
+    files = [Path(path) for rows in source.values() for path in image_paths(rows)]
+    inside, parents = [Path(folder).resolve() for folder in folders], {file.parent for file in files}
+    # Of a folder, few files are links, and to ask each where it is takes a minute for a million.
+    for path in [*sorted(parents), *(file for file in files if file.is_symlink())]:
+        found = path.resolve()
+        if not any(map(found.is_relative_to, inside)):
+            leads = "lies" if path == found else f"leads to {found},"
+            raise UserError(f"{path} {leads} outside of {inside[0]}. {advice}")
+
+
+def image_paths(rows: Dataset) -> Iterator[str]:
+    """Yield the paths of the images that are not in the rows themselves, without reading any image."""
+    for column in (name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)):
+        for chunk in rows.data.column(column).chunks:
+            yield from chunk.field("path").filter(chunk.field("bytes").is_null()).drop_null().to_pylist()
