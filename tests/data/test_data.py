@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetInfo, Features, Value
+from datasets import ClassLabel, Dataset, DatasetInfo, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from sklearn.utils.class_weight import compute_class_weight
@@ -242,13 +242,22 @@ def test_folder_of_which_other_files_than_the_parquet_would_be_read_is_refused(p
         load_splits(str(tmp_path))
 
 
-def test_parquet_files_of_other_class_names_are_refused(photographs, tmp_path):
+@pytest.mark.parametrize("several", [False, True])
+def test_parquet_files_of_other_class_names_are_refused(several, photographs, tmp_path):
     for split, names in (("train", ["cat", "cow"]), ("test", ["cat", "dog"])):
-        features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
-        write_parquet(tmp_path / f"{split}.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+        label = List(ClassLabel(names=names)) if several else ClassLabel(names=names)
+        labels = [[0], [1]] * 10 if several else [0, 1] * 10
+        features = Features({"image": ImageFeature(), "label": label, "camera": ClassLabel(names=[split, "x"])})
+        columns = {"image": photographs * 10, "label": labels, "camera": [0] * 20}
+        write_parquet(tmp_path / f"{split}.parquet", features, **columns)
 
-    with pytest.raises(UserError, match=r"classes of the column 'label' are \['cat', 'dog'\], but those of another"):
+    with pytest.raises(
+        UserError, match=r"the classes of the column 'label' are \['cat', '...'\], but those of .*'\]\."
+    ):
         load_splits(str(tmp_path))
+    assert len(load_splits(str(tmp_path), labelled=False, near_duplicates="ignore")["test"]) == 20
+    with pytest.raises(UserError, match="but those of"):
+        load_splits(str(tmp_path), label_column=["camera"])
 
 
 def test_parquet_files_that_no_split_has_are_counted(photographs, tmp_path, caplog):
@@ -259,7 +268,8 @@ def test_parquet_files_that_no_split_has_are_counted(photographs, tmp_path, capl
     splits = load_splits(str(tmp_path), near_duplicates="ignore")
 
     assert sum(map(len, splits.values())) == 40
-    assert "20 rows of its parquet files are not used: where names of files hold train" in caplog.text
+    assert "1 parquet files are not used; the first is " in caplog.text
+    assert "more.parquet. Where names of files hold train" in caplog.text
 
 
 def test_column_of_a_parquet_file_names_the_splits(photographs, tmp_path):

@@ -224,6 +224,14 @@ def test_table_gives_the_splits_of_class_folders_whatever_the_order_of_its_lines
     }
 
 
+def test_folders_outside_of_the_data_name_no_split(folder, tmp_path):
+    root = tmp_path / "val"
+    root.mkdir()
+    folder.rename(root / "photos")
+    table = write_table(tmp_path / "project" / "labels.csv", [f"../val/photos/{name}" for name in NAMES], label=LABELS)
+    assert len(load_splits(str(table), follow_links=True)["train"]) == 16
+
+
 def test_folders_above_an_image_name_its_split_however_deep(tmp_path):
     names = [f"images/{split}/{kind}/{number}.png" for split in ("Train", "val", "test") for kind in "ab"
              for number in range(2)]  # fmt: skip
@@ -260,7 +268,9 @@ def test_class_names_of_metadata_must_be_alike_in_all_splits(tmp_path):
         )
         rows.to_parquet(tmp_path / split / "metadata.parquet")
 
-    with pytest.raises(UserError, match=r"the classes of validation are \['dog', 'cat'\], but those of train are"):
+    with pytest.raises(
+        UserError, match=r"'label', the classes of validation are \['dog', 'cat'\], but those of train"
+    ):
         load_splits(str(tmp_path))
 
 

@@ -106,15 +106,16 @@ def test_bf16_that_the_user_chose_where_it_is_slow_stays_and_is_said(instruction
     assert ("no instructions for it: --bf16 false is faster" in said) == is_said
 
 
-def test_compiling_needs_a_compiler_and_the_header_files_of_python(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("device", "variable"), [("cpu", "CXX"), ("cuda", "CC")])
+def test_compiling_needs_a_compiler_and_the_header_files_of_python(device, variable, monkeypatch, tmp_path):
     (tmp_path / "c++").touch(mode=0o755)
-    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv(variable, str(tmp_path / "c++"))
     monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert not hardware.can_compile()
+    assert not hardware.can_compile(device)
     (tmp_path / "Python.h").touch()
-    assert hardware.can_compile()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not hardware.can_compile()
+    assert hardware.can_compile(device)
+    monkeypatch.setenv(variable, "no-such-compiler")
+    assert not hardware.can_compile(device)
 
 
 def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch):

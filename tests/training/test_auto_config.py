@@ -287,7 +287,7 @@ def test_run_without_a_limit_ends_within_twenty_minutes_and_says_so(monkeypatch,
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch):
-    monkeypatch.setattr(auto_config, "can_compile", lambda: True)
+    monkeypatch.setattr(auto_config, "can_compile", lambda device: True)
 
     assert length(2_000, 100.0, monkeypatch)[0]["torch_compile"]
     assert not length(2_000, 100.0, monkeypatch, "--max_train_minutes", "5")[0]["torch_compile"]

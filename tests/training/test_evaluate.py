@@ -171,7 +171,7 @@ def test_run_whose_images_have_changed_is_refused(class_folders, tmp_path, capsy
     assert "training images could come into the test split" in capsys.readouterr().err
 
 
-def test_run_without_the_record_of_its_images_cuts_no_splits(class_folders, tmp_path, capsys):
+def test_run_without_the_record_of_its_images_cuts_no_splits(class_folders, tmp_path, capsys, caplog):
     recipe = tmp_path / "photos.yaml"
     recipe.write_text("{image_size: 32, patch_size: 8, num_attention_heads: 2, max_steps: 1, eval_strategy: no, "
                       "save_strategy: no, load_best_model_at_end: false}")  # fmt: skip
@@ -184,6 +184,7 @@ def test_run_without_the_record_of_its_images_cuts_no_splits(class_folders, tmp_
     assert "run has no _run.json, as when it was loaded from the Hub" in capsys.readouterr().err
     assert vit_scratch.main([*command, "--data", str(class_folders)]) == 0
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["images"] == 24
+    assert "the run was trained on some of these images. Its accuracy on them is too high." in caplog.text
 
 
 @pytest.mark.parametrize("classes", ["37", "3"])

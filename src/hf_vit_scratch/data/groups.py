@@ -76,12 +76,13 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
     by = str(args.group_by)
     if GROUP in rows.column_names:
         cells = pd.Series(rows[GROUP][:])
-        if missing := np.flatnonzero(cells.isna() | (cells.astype(str).str.strip() == "")).tolist():
+        names = cells.astype(str).str.strip()
+        if missing := np.flatnonzero(cells.isna() | (names == "")).tolist():
             raise UserError(
                 f"{args.data}: every image needs a group, but column {by!r} is empty in {len(missing)} rows, first "
                 f"that of {paths_of(rows)[missing[0]] or missing[0]}. Fill it."
             )
-        return [*cells.astype(str)]
+        return [*names]
     level = int(by) if by.isdecimal() else None
     try:
         pattern = re.compile(by)

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_dataset_builder
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
@@ -19,6 +19,7 @@ from ..errors import UserError, blame_the_files
 from .images import find_image_files, local_path, warn_of_others
 from .options import DataArguments
 from .tables import SPLIT_NAMES, divide, find_tables, holds_images, load_tables, parquet_holds_images
+from .targets import class_names
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
         if path.is_dir():
             _warn_of_unused(path, source, args.follow_links)
     else:
-        source = _load_rows(args, path)
+        source = _load_rows(args, path, labelled)
     if args.streaming:
         return source
     if not path.exists():
@@ -56,7 +57,7 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
     return source
 
 
-def _load_rows(args: DataArguments, path: Path) -> Any:
+def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
     """Load parquet files that hold the images themselves, or a dataset on the Hub."""
     data, streaming = args.data, args.streaming
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
@@ -82,10 +83,10 @@ def _load_rows(args: DataArguments, path: Path) -> Any:
             f"{data}: `datasets` reads its {info.builder_name} files, not the parquet files. Move these into a folder "
             "of their own."
         )
-    if path.exists():
-        _check_parquet(path, source)
-        if not streaming and {*source} == {"train"} and "split" in source["train"].column_names:
-            source = DatasetDict(divide(data, source["train"]))
+    if path.is_dir() and labelled:
+        _check_parquet(path, args)
+    if path.exists() and not streaming and {*source} == {"train"} and "split" in source["train"].column_names:
+        source = DatasetDict(divide(data, source["train"]))
     features = info.features or {}
     if not any(isinstance(feature, datasets.Image) for feature in features.values()):
         for name in (name for name, feature in features.items() if holds_images(feature)):
@@ -117,33 +118,34 @@ def _holds_rows(folder: Path) -> bool:
     return any(map(parquet_holds_images, tables)) or bool(tables and not find_image_files(folder)[0])
 
 
-def _parquet_files(path: Path) -> list[Path]:
-    """Return the file that a path is, or the parquet files of a folder that are no tables of its images."""
-    others = [Path(file) for file in sorted(find_image_files(path)[1])]
-    return [path] if path.is_file() else [
-        file for file in others if file.suffix == ".parquet" and file.name != "metadata.parquet"
-    ]  # fmt: skip
+def _parquet_files(folder: Path) -> list[Path]:
+    """Return the parquet files of a folder that are no tables of its images."""
+    others = [Path(file) for file in sorted(find_image_files(folder)[1])]
+    return [file for file in others if file.suffix == ".parquet" and file.name != "metadata.parquet"]
 
 
-def _check_parquet(path: Path, source: Any) -> None:
-    """Refuse parquet files whose classes differ, and warn of those that `datasets` leaves out.
+def _check_parquet(folder: Path, args: DataArguments) -> None:
+    """Refuse parquet files in which a label is another class, and name one that `datasets` leaves out.
 
-    It would take the names of the first file for all, so a class id could change its meaning.
+    It would take the class names of the first file for all.
     """
-    features, number = next(iter(source.values())).features, 0
-    for file in _parquet_files(path):
-        number += parquet.read_metadata(file).num_rows
-        for name, feature in Features.from_arrow_schema(parquet.read_schema(file)).items():
-            if hasattr(feature, "names") and features.get(name) != feature:
+    with blame_the_files(f"{folder} cannot be read as parquet files"):
+        builder = load_dataset_builder(str(folder), args.data_config)
+        files = [Path(file) for files in (builder.config.data_files or {}).values() for file in files]
+        features = [Features.from_arrow_schema(parquet.read_schema(file)) for file in files]
+    for file, own in zip(files, features, strict=True):
+        for column in args.label_column or [name for name in ("label", "labels") if name in own] or own:
+            first, names = (class_names(one.get(column)) for one in (features[0], own))
+            if names != first:
                 raise UserError(
-                    f"{file}: the classes of the column {name!r} are {feature.names}, but those of another file are "
-                    f"{getattr(features.get(name), 'names', None)}. Write all files with the same names, in the same "
-                    "order."
+                    f"{file}: the classes of the column {column!r} are {names}, but those of {files[0]} are {first}. "
+                    "Write all files with the same names, in the same order."
                 )
-    if isinstance(source, DatasetDict) and (left := number - sum(map(len, source.values()))) > 0:
+    left = [file for file in _parquet_files(folder) if file.resolve() not in files]
+    if left and len(builder.builder_configs) < 2:
         logger.warning(
-            "%s: %d rows of its parquet files are not used: where names of files hold train, validation or test, all "
-            "must.", path, left,
+            "%s: %d parquet files are not used; the first is %s. Where names of files hold train, validation or test, "
+            "all must.", folder, len(left), left[0],
         )  # fmt: skip
 
 

@@ -254,6 +254,8 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
             f"called image; got {labels} beside {image!r}. Choose or rename them."
         )
     if args.streaming:
+        if (source[args.train_split].info.builder_name or "").endswith("folder"):
+            raise UserError(f"{data}: {NOT_IN_ROWS}")
         # Reading an image, `datasets` would take a file of its name in the working directory instead, and renaming,
         # decode and compress it again.
         source = source.cast_column(image, {"bytes": Value("binary"), "path": Value("string")})

@@ -118,7 +118,8 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
         # Added before the other is removed: without any column, `datasets` loses the rows.
         rows = rows.select(order).add_column(f"images of {column}", images, feature=datasets.Image())
         rows = rows.remove_columns(column).rename_column(f"images of {column}", column)
-        folders = [os.path.relpath(path, root).lower().split(os.sep)[:-1] for path in paths]
+        inside = os.path.join(os.path.abspath(root), "")
+        folders = [path[len(inside) :].lower().split(os.sep)[:-1] * path.startswith(inside) for path in paths]
         names = [next((name for name in above if name in SPLITS_BY_NAME), "train") for above in folders]
         found = divide(str(table), rows) if "split" in rows.column_names else _divide(rows, names)
         if twice := sorted(found.keys() & splits.keys()):
@@ -129,7 +130,7 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
 
 def divide(data: str, rows: Dataset) -> dict[str, Dataset]:
     """Return the splits that the column `split` names."""
-    names = [str(name or "").lower() for name in rows["split"]]
+    names = ["" if name is None else str(name).strip().lower() for name in rows["split"][:]]
     if unknown := {*names} - SPLITS_BY_NAME.keys():
         raise UserError(
             f"{data}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "

@@ -8,7 +8,7 @@ List(ClassLabel)               multi_label_classification   zeros and ones, int8
 import math
 import re
 from collections.abc import Sequence
-from itertools import chain, compress
+from itertools import chain, compress, product
 from typing import Any, Literal
 
 import numpy as np
@@ -189,20 +189,19 @@ def encode_labels(
     })  # fmt: skip
 
 
+def class_names(feature: Any) -> list[str] | None:
+    """Return the names of the classes of a column, or of its lists of classes, if it has any."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
+
+
 def refuse_other_classes(data: str, source: Any, train: str, columns: list[str]) -> None:
     """Refuse class ids that have other names in another split."""
-    names = {
-        split: [
-            getattr(getattr(feature, "feature", feature), "names", None) for feature in map(rows.features.get, columns)
-        ]
-        for split, rows in source.items()
-        if rows.features
-    }
-    for split, own in names.items():
-        if own != names[train]:
+    for column, (split, rows) in product(columns, source.items()):
+        first, names = (class_names((one.features or {}).get(column)) for one in (source[train], rows))
+        if rows.features and names != first:
             raise UserError(
-                f"{data}: the classes of {split} are {own[0]}, but those of {train} are {names[train][0]}. Write all "
-                "splits with the same names, in the same order."
+                f"{data}: in the column {column!r}, the classes of {split} are {names or 'not named'}, but those of "
+                f"{train} are {first or 'not named'}. Write all splits with the same names, in the same order."
             )
 
 
@@ -233,7 +232,9 @@ def _number_names(
 
 def _cells(rows: Dataset, columns: list[str]) -> list[tuple[Any, ...]]:
     """Return the rows of columns. Texts have no blanks around them, and those of blanks alone are missing."""
-    cells = ([value.strip() or None if isinstance(value, str) else value for value in rows[name]] for name in columns)
+    cells = (
+        [value.strip() or None if isinstance(value, str) else value for value in rows[name][:]] for name in columns
+    )
     return list(zip(*cells, strict=True))
 
 

@@ -55,10 +55,12 @@ def bf16_is_fast(device: str) -> bool:
     return device == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
 
 
-def can_compile() -> bool:
-    """Return whether torch's compiler finds what it needs; for a GPU, Triton builds its launcher in C, too."""
-    compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
-    return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
+def can_compile(device: str) -> bool:
+    """Return whether torch's compiler finds what it needs for this type of device."""
+    compilers = [os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))]
+    if device != "cpu":  # Triton builds the launcher of its kernels in C
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return any(map(shutil.which, compilers)) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def choose(training_args: Any, given: Set[str]) -> list[str]:

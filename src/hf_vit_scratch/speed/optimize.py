@@ -114,7 +114,7 @@ def optimize(
     seconds = time.perf_counter() - start
     _apply(model, choice)
     options = {"backend": "inductor", "dynamic": False, **(compile if isinstance(compile, dict) else {})}
-    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile())
+    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
     compiled = bool(compile) and can
     for layer in _layers(model) if compiled else ():
         if layer.attention.config.drop_path_rate:  # which then differs from layer to layer

@@ -160,7 +160,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
             choose(seen, mixing_start_fraction=MIXING_START if mixes else 0.0)
             choose(seen, mixup_prob=0.8 if changes else 0.5)
 
-    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile()
+    compiles = expected >= MINUTES_TO_COMPILE and training.device.type == "cpu" and can_compile("cpu")
     pays = f"it pays in {MINUTES_TO_COMPILE} minutes of training or more, on a CPU with a C++ compiler"
     if not {"torch_compile_mode", "torch_compile_backend"} & recipe.settings.keys():  # which ask for it
         choose(f"{expected:.1f} minutes; {pays}", torch_compile=compiles)

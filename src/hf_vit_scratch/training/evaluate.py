@@ -135,8 +135,10 @@ def load_rows(
     if is_unknown and data is None:
         raise UserError(
             f"{run} has no {FACTS}, as when it was loaded from the Hub, so which of {own} it was trained on is not "
-            "known. Give --data with other images to test on."
+            f"known. Give --data with other images to test on, or --data {own} --split test if that has such a split."
         )
+    if is_unknown and split is None and absolute(str(data)) == absolute(own):
+        logger.warning("%s: the run was trained on some of these images. Its accuracy on them is too high.", data)
     if data is not None and (is_unknown or absolute(data) != absolute(own)):
         # Its columns need not be those of the run.
         flags = {name: value for name, value in recipe.values("flag").items() if hasattr(args.data, name)}

@@ -85,7 +85,6 @@ def main(argv: Sequence[str]) -> None:
     classify = exported.load(path)
     proof = prove(classifier, classify, images_of(rows), targets_of(rows), given.int8)
     image = reduced(next(images_of(rows)))
-    runtime = packages_distributions()[PACKAGES[given.format][-1]][0]  # onnxruntime-gpu holds onnxruntime, too
     facts = {
         "model": path.name,
         "labels": labels,
@@ -101,11 +100,17 @@ def main(argv: Sequence[str]) -> None:
     }
     (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shutil.copy(exported.__file__, folder / "predict.py")
-    needed = [f"{runtime}=={version(runtime).partition('+')[0]}", "pillow", *(["numpy"] if runtime == "torch" else [])]
-    (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
+    (folder / "requirements.txt").write_text("\n".join(_requirements(given.format)) + "\n", encoding="utf-8")
     print(f"\n{summary(facts)}\nFiles      {folder}: {path.name}, predict.py, requirements.txt, export.json")
     if facts["faults"]:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
+
+
+def _requirements(format: str) -> list[str]:
+    """Return what an exported model needs, as pip reads it."""
+    package = PACKAGES[format][-1]
+    runtime = packages_distributions().get(package, [package])[0]  # onnxruntime-gpu holds onnxruntime, too
+    return [f"{runtime}=={version(runtime).partition('+')[0]}", "pillow", *(["numpy"] if format == "pt2" else [])]
 
 
 def _refuse_options(given: Namespace) -> None:

@@ -84,7 +84,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     follows = args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
     if follows or args.load_best_model_at_end:
         # The result then depends on evaluations, which come with log lines if no eval_steps are set.
-        free = free - {"eval_steps", "eval_strategy", "save_steps", "save_strategy"}
+        free = free - {"eval_steps", "eval_strategy"}
+        free = free - {"save_steps", "save_strategy"} if args.load_best_model_at_end else free
         free = free - {"logging_steps"} if args.eval_strategy == "steps" and now.get("eval_steps") is None else free
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name) and name not in free]
     if changed:
