@@ -264,6 +264,18 @@ def test_parquet_files_of_other_class_names_are_refused(several, photographs, tm
         load_splits(str(tmp_path), label_column=["camera"])
 
 
+@pytest.mark.parametrize("choices", [{}, {"label_column": ["label"]}], ids=str)
+def test_parquet_file_without_labels_is_no_file_with_other_classes(choices, photographs, tmp_path, caplog):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"])})
+    write_parquet(tmp_path / "train.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+    write_parquet(tmp_path / "test.parquet", Features({"image": ImageFeature()}), image=photographs)
+
+    splits = load_splits(str(tmp_path), near_duplicates="ignore", **choices)
+
+    assert sum(map(len, splits.values())) == 20
+    assert "the split 'test' has no labels and is not used" in caplog.text
+
+
 def test_parquet_files_that_no_split_has_are_counted(photographs, tmp_path, caplog):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"])})
     for name in ("train", "test", "more"):

@@ -133,13 +133,14 @@ def _check_parquet(folder: Path, args: DataArguments) -> None:
         builder = load_dataset_builder(str(folder), args.data_config)
         files = [Path(file) for files in (builder.config.data_files or {}).values() for file in files]
         features = [Features.from_arrow_schema(parquet.read_schema(file)) for file in files]
-    for file, own in zip(files, features, strict=True):
-        for column in args.label_column or [name for name in ("label", "labels") if name in own] or own:
-            first, names = (class_names(one.get(column)) for one in (features[0], own))
-            if names != first:
+    columns = {name for own in features for name in own}
+    for column in args.label_column or sorted(columns & {"label", "labels"} or columns):
+        classes = {file: class_names(own[column]) for file, own in zip(files, features, strict=True) if column in own}
+        for file, names in classes.items():
+            if names != (first := next(iter(classes.values()))):
                 raise UserError(
-                    f"{file}: the classes of the column {column!r} are {names}, but those of {files[0]} are {first}. "
-                    "Write all files with the same names, in the same order."
+                    f"{file}: the classes of the column {column!r} are {names}, but those of another file are "
+                    f"{first}. Write all files with the same names, in the same order."
                 )
     left = [file for file in _parquet_files(folder) if file.resolve() not in files]
     if left and len(builder.builder_configs) < 2:
