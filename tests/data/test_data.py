@@ -288,6 +288,18 @@ def test_parquet_files_that_no_split_has_are_counted(photographs, tmp_path, capl
     assert "more.parquet. Where names of files hold train" in caplog.text
 
 
+def test_links_to_parquet_files_are_used(photographs, tmp_path, caplog):  # as in the cache of the Hub
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"])})
+    (tmp_path / "snapshot").mkdir()
+    write_parquet(tmp_path / "blob", features, image=photographs * 10, label=[0, 1] * 10)
+    (tmp_path / "snapshot" / "train.parquet").symlink_to(tmp_path / "blob")
+
+    splits = load_splits(str(tmp_path / "snapshot"), near_duplicates="ignore")
+
+    assert sum(map(len, splits.values())) == 20
+    assert "not used" not in caplog.text
+
+
 def test_column_of_a_parquet_file_names_the_splits(photographs, tmp_path):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"]), "split": Value("string")})
     split = ["train", "train", "val", "val", "TEST", "TEST"] * 3

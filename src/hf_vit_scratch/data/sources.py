@@ -142,7 +142,8 @@ def _check_parquet(folder: Path, args: DataArguments) -> None:
                     f"{file}: the classes of the column {column!r} are {names}, but those of another file are "
                     f"{first}. Write all files with the same names, in the same order."
                 )
-    left = [file for file in _parquet_files(folder) if file.resolve() not in files]
+    used = {file.resolve() for file in files}
+    left = [file for file in _parquet_files(folder) if file.resolve() not in used]
     if left and len(builder.builder_configs) < 2:
         logger.warning(
             "%s: %d parquet files are not used; the first is %s. Where names of files hold train, validation or test, "
