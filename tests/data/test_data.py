@@ -1,4 +1,5 @@
 import io
+import logging
 import multiprocessing
 import os
 import re
@@ -103,6 +104,19 @@ def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_
         assert splits["train"].column_names == ["image", "label"]
         assert splits["train"].features["label"].names == ["flower", "temple"]
         assert sorted(np.bincount(splits["train"]["label"])) == [8, 8]
+
+
+def test_readme_beside_parquet_files_is_not_warned_of(photographs, tmp_path, caplog):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    write_parquet(tmp_path / "data.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+    (tmp_path / "README.md").write_text("Photographs of the garden.")
+    repocard = logging.getLogger("huggingface_hub.repocard")  # which propagates nothing
+    repocard.addHandler(caplog.handler)
+
+    load_splits(str(tmp_path), near_duplicates="ignore")
+
+    repocard.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.name == repocard.name]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])

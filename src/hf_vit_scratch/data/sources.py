@@ -22,6 +22,8 @@ from .tables import SPLIT_NAMES, divide, find_tables, holds_images, load_tables,
 from .targets import class_names
 
 logger = logging.getLogger(__name__)
+# It warns, several times, of a README.md beside parquet files that is none of the Hub.
+logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
 
 FOLLOW = "If this is intended, add --follow_links true."
 
