@@ -46,6 +46,7 @@ def test_default_encoder_is_bert_style():
         ({"layer_norm_eps": 0.0}, r"layer_norm_eps must be a positive and finite number"),
         ({"initializer_range": float("inf")}, r"initializer_range must be a positive and finite number"),
         ({"patch_initializer_range": 0.0}, r"patch_initializer_range must be a positive and finite number, got 0"),
+        ({"temperature": 0.0}, r"temperature must be a positive and finite number, got 0"),
         ({"position_embedding_type": "sincos"}, r"position_embedding_type must be one of learned, sincos2d, rope2d"),
         ({"pooling": "max"}, r"pooling must be one of cls, mean, got 'max'"),
         ({"hidden_act": "gelo"}, r"hidden_act must be one of .*, got 'gelo'"),

@@ -308,7 +308,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("num_channels", "hidden_size", "num_attention_heads"), COUNT),
     **dict.fromkeys(("intermediate_size", "classifier_hidden_size"), COUNT),
     "num_hidden_layers": DEPTH,
-    **dict.fromkeys(("layer_norm_eps", "initializer_range", "patch_initializer_range"), POSITIVE),
+    **dict.fromkeys(("layer_norm_eps", "initializer_range", "patch_initializer_range", "temperature"), POSITIVE),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"), PROBABILITY),
     **dict.fromkeys(("qkv_bias", "norm_first", "qk_norm", "is_causal", "fc_norm", "use_cls_token"), FLAG),
     **dict.fromkeys(("hidden_act", "classifier_act"), _one_of(tuple(ACT2FN))),
