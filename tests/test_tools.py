@@ -298,10 +298,8 @@ def test_balanced_sampling_needs_classes(digits, tmp_path):
     model = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
     pixels = TensorDataset(torch.zeros(2, 3, 8, 8))
 
-    trainer = ViTTrainer(model, arguments(tmp_path, balanced_sampling=True), train_dataset=pixels)
-
     with pytest.raises(UserError, match=r"^balanced_sampling needs an ImageClassificationDataset with one class"):
-        trainer.train()
+        ViTTrainer(model, arguments(tmp_path, balanced_sampling=True), train_dataset=pixels)
 
 
 class Losses(TrainerCallback):

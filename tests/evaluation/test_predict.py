@@ -149,6 +149,15 @@ def test_numbers_keep_the_order_of_the_model(saved, mixed_images, capsys):
     assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {("width", "height")}
 
 
+def test_number_with_the_name_of_another_column_is_refused_in_a_table(saved, mixed_images, capsys, tmp_path):
+    folder = saved(problem_type="regression", num_labels=2, id2label={0: "width", 1: "error"})
+
+    exit_code = vit_scratch.main(["predict", str(folder), str(mixed_images), "--output", str(tmp_path / "a.csv")])
+
+    assert exit_code == 2
+    assert "cannot have two columns 'error', as a number is called" in capsys.readouterr().err
+
+
 def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, capsys):
     folder = saved(problem_type="regression", num_labels=1, id2label={0: "age"})
 

@@ -48,6 +48,23 @@ def test_attention_is_the_same_whatever_the_implementation(implementation, pooli
     assert expected.shape == (2, 2, 4, num_tokens, num_tokens)
 
 
+def test_compiled_model_has_the_same_class_attention(pixels):
+    model = classifier()
+
+    compiled = torch.compile(model, backend="aot_eager")
+
+    assert_equal(class_attention(compiled, pixels), class_attention(model, pixels))
+
+
+@pytest.mark.parametrize("look", [attention, class_attention])
+def test_configuration_that_asks_for_tuples_changes_nothing(look, pixels):
+    model = classifier()
+    expected = look(model, pixels)
+    model.config.return_dict = False
+
+    assert_equal(look(model, pixels), expected)
+
+
 def test_the_model_is_only_set_to_evaluation_mode(pixels):
     model = classifier().train()
     model.set_attn_implementation("sdpa")

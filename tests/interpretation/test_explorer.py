@@ -115,6 +115,23 @@ def test_inspected_image_equals_the_models_outputs(fields, tmp_path, photographs
     assert image.class_attention.min() >= 0
 
 
+@pytest.mark.parametrize(("number", "visible"), [(1, False), (2, True)])
+def test_slider_without_a_choice_is_not_shown(number, visible):
+    slider = app._slider(number, 1, "Layer")
+
+    assert (slider.value, slider.visible) == (1, visible)
+
+
+def test_class_whose_name_another_class_has_keeps_its_own_score(tmp_path):
+    classifier = load_classifier(str(save_model(tmp_path / "model", id2label=dict(enumerate("aabbb")))), "cpu")
+    explorer = app.Explorer(classifier, "names")
+    best = explorer.first.predictions[0]
+
+    _, predictions, *_ = explorer.show(explorer.first, *Selection())
+
+    assert predictions[best["label"]] == best["score"] == max(predictions.values())
+
+
 def test_all_numbers_of_a_regression_are_shown_in_their_order(tmp_path):
     classifier = load_classifier(str(save_model(tmp_path / "model", problem_type="regression")), "cpu")
     classifier.model.classifier.bias.data = torch.arange(5.0) * 10  # the last number is the largest

@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface
 
 from hf_vit_scratch import (
     ViTScratchBackbone,
@@ -252,6 +253,31 @@ def quantize(model):
         layer.attention.o_proj = Quantized(layer.attention.o_proj)
 
 
+class Scaled(nn.Module):
+    """Another module in the place of one of the model's, with the same children."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._modules.update(module._modules)
+        self.module = [module]
+
+    def forward(self, *args, **kwargs):
+        return 3 * self.module[0](*args, **kwargs)
+
+
+def scale(name):
+    def change(model):
+        for layer in model.vit.layers:
+            setattr(layer, name, Scaled(getattr(layer, name)))
+
+    return change
+
+
+def take_a_bias(model):
+    for layer in model.vit.layers:
+        layer.attention.q_proj.bias = None
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["dropout", "attention"])
 def test_dropout_that_stays_on_in_evaluation_takes_part(name):
@@ -267,7 +293,13 @@ def test_dropout_that_stays_on_in_evaluation_takes_part(name):
     assert not torch.allclose(logits[1], without, atol=1e-3)
 
 
-@pytest.mark.parametrize("change", [double_a_layer, add_hooks, double_branches, wrap_norms, quantize])
+@pytest.mark.parametrize(
+    "change",
+    [
+        double_a_layer, add_hooks, double_branches, wrap_norms, quantize, take_a_bias, scale("mlp"), scale("dropout"),
+        scale("drop_path"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
 def test_what_is_added_later_takes_part(choice, change):
     plain, fast = pair(choice, dtype=torch.float32 if choice in INFERENCE else torch.float64)
@@ -282,6 +314,21 @@ def test_what_is_added_later_takes_part(choice, change):
 
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert not torch.allclose(before, expected, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", ["eager+joined", "sdpa+packed"])
+def test_attention_of_the_users_own_takes_part(choice):
+    def mean_of_values(module, query, key, value, attention_mask, **kwargs):
+        return value.mean(dim=2, keepdim=True).expand_as(value).transpose(1, 2), None
+
+    AttentionInterface.register("mean_of_values", mean_of_values)
+    plain, fast = pair(choice)
+    for model in (plain, fast):
+        model.eval().set_attn_implementation("mean_of_values")
+    pixels = torch.randn_like(PIXELS).to(plain.dtype)
+
+    torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("choice", ["eager+joined", "sdpa+packed"])

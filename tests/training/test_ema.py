@@ -3,8 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerState
 
+from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.ema import EMA
+
+
+def test_weights_of_16_bits_are_refused():
+    with pytest.raises(UserError, match=r"^ema_decay needs weights in float32: 16 bits round"):
+        EMA.start(nn.Linear(3, 2).bfloat16(), 0.9, TrainerState(max_steps=100), None)
 
 
 @pytest.fixture

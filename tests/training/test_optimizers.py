@@ -30,7 +30,8 @@ def tiny_model(**fields):
 
 def grouped(model, **fields):
     defaults = {"layer_decay": 1.0, "muon": False, "muon_learning_rate": None}
-    return parameter_groups(model, SimpleNamespace(**defaults | fields))
+    args = SimpleNamespace(**defaults | fields)
+    return parameter_groups(model, args, args.learning_rate)
 
 
 def by_name(model, groups):

@@ -18,7 +18,15 @@ from helpers import TINY
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback, TrainingArguments, ViTImageProcessor
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTImageProcessor,
+)
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data import dataset as data
@@ -30,6 +38,7 @@ from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.metrics import compute_metrics
 from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.training import optimizers, steps
+from hf_vit_scratch.training import trainer as trainer_module
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.checkpointing import find_checkpoint, finish_checkpoint
 from hf_vit_scratch.training.loss_watch import LossWatch
@@ -124,6 +133,79 @@ def test_private_methods_that_are_overridden_are_those_of_the_stock_trainer(name
 def test_no_other_private_method_of_the_stock_trainer_is_overridden():
     private = {name for name in vars(ViTTrainer).keys() & vars(Trainer).keys() if name[0] == "_" and name[1] != "_"}
     assert len(private) <= 6
+
+
+def test_users_learning_rate_is_that_of_the_users_optimizer(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.25})
+
+    assert {group["lr"] for group in trainer.create_optimizer().param_groups} == {0.25}
+
+
+@pytest.mark.parametrize("stock", [PrinterCallback, ProgressCallback])
+def test_users_own_kind_of_a_stock_callback_stays(stock, tmp_path):
+    class Mine(stock):
+        pass
+
+    model = make_trainer(tmp_path).model
+    args = ViTTrainingArguments(output_dir=str(tmp_path), max_train_minutes=1, disable_tqdm=stock is PrinterCallback)
+    trainer = ViTTrainer(model, args, train_dataset=RandomImages(), eval_dataset=RandomImages(), callbacks=[Mine()])
+
+    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+    assert "Mine" in kinds
+    assert stock.__name__ not in kinds
+    assert {"PrinterIntoPipes": PrinterCallback, "ProgressByTime": ProgressCallback}[kinds[-1]] is stock
+
+
+def test_two_early_stoppings_are_refused(tmp_path):
+    args = ViTTrainingArguments(output_dir=str(tmp_path), early_stopping_patience=2)
+    given = {"train_dataset": RandomImages(), "eval_dataset": RandomImages(), "callbacks": [EarlyStoppingCallback(3)]}
+
+    with pytest.raises(UserError, match=r"^early_stopping_patience adds an EarlyStoppingCallback\. Leave one"):
+        ViTTrainer(make_trainer(tmp_path).model, args, **given)
+
+
+@pytest.mark.parametrize("option", ["split_batches", "dispatch_batches"])
+def test_batches_that_accelerate_would_divide_are_refused(option, tmp_path):
+    with pytest.raises(UserError, match=r"^accelerator_config must not split or dispatch batches"):
+        ViTTrainingArguments(output_dir=str(tmp_path), accelerator_config={option: True})
+
+
+def test_model_without_a_configuration_is_trained(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3 * 16 * 24, 5)
+
+        def forward(self, pixel_values, labels):
+            logits = self.linear(pixel_values.flatten(1))
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    args = make_trainer(tmp_path, max_steps=20, learning_rate=0.0).args  # the loss is watched after a tenth of them
+    trainer = ViTTrainer(Net(), args, train_dataset=RandomImages(), eval_dataset=RandomImages())
+
+    assert trainer.train().global_step == 20
+
+
+def test_checkpoint_that_another_machine_keeps_is_missed_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "finish_checkpoint", lambda *given: None)
+    trainer = make_trainer(
+        tmp_path, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True
+    )
+
+    with pytest.raises(
+        UserError, match=r"^Process 0 does not see .*checkpoint-2, which may be the best model\. Share"
+    ):
+        trainer.train()
+
+
+def test_stop_in_the_last_step_of_a_part_of_an_epoch_keeps_its_evaluation(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4, save_strategy="epoch", eval_strategy="epoch")
+    trainer.add_callback(At(3, lambda control: os.kill(os.getpid(), signal.SIGTERM)))  # heeded after the last step
+
+    trainer.train()  # three steps in an epoch
+
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [3, 4]
 
 
 @STYLES

@@ -43,7 +43,7 @@ def attention(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> Tensor:
     Returns:
         (B, L, H, N, N), at least float32. Row i holds the share that token i takes from each token, and sums to 1.
     """
-    weights = torch.stack(model.eval()(pixel_values, output_attentions=True).attentions, dim=1)
+    weights = torch.stack(model.eval()(pixel_values, output_attentions=True, return_dict=True).attentions, dim=1)
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
@@ -83,9 +83,11 @@ def class_attention(
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    # A compiled graph would compute the attention that it returns and that of the logits apart.
+    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         # A model with frozen weights has gradients only if its input requires them.
-        outputs = model.eval()(pixel_values.clone().detach().requires_grad_(), output_attentions=True)
+        pixel_values = pixel_values.clone().detach().requires_grad_()
+        outputs = model.eval()(pixel_values, output_attentions=True, return_dict=True)
         logits = outputs.logits
         ids = logits.argmax(dim=-1) if class_ids is None else class_ids
         # One backward pass serves all images: the logit of one has no gradient in another.

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+ATTENTIONS = ("eager", "sdpa")
 PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
 
 
@@ -29,6 +30,7 @@ def attention_forward(
     """Return `ViTScratchAttention.forward`, with one product for query, key and value."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
     special = attention_mask is not None or kwargs or self.is_causal
+    special = special or self.config._attn_implementation not in ATTENTIONS
     drops = self.training and self.config.attention_probs_dropout_prob > 0
     if special or drops or not _are_plain(hidden_states, (*projections, self.o_proj), (self.q_norm, self.k_norm)):
         return type(self).forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
@@ -69,6 +71,10 @@ def layer_forward(
     Parameters are copied at the first call, and again when one of them has another storage or version.
     """
     x, part, mlp, norms = hidden_states, self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
+    kinds = [type(one).__name__ for one in (part, mlp, self.dropout, self.drop_path)]
+    is_ours = kinds == ["ViTScratchAttention", "ViTScratchMLP", "Dropout", "ViTScratchDropPath"]
+    if not is_ours or part.config._attn_implementation not in ATTENTIONS:
+        return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
     linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
     special = attention_mask is not None or kwargs or part.is_causal
     drops = (self, part, self.dropout, self.drop_path)
@@ -83,9 +89,10 @@ def layer_forward(
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
     copied = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
     state = [(parameter.data_ptr(), parameter._version) for parameter in copied]
-    if self.packed is None or self.packed.state != state:
-        self.packed = _PackedWeights(state, copied, linear, tokens=x.shape[0] * x.shape[1])
-    qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = self.packed.bias, self.packed.weights
+    packed = self.packed  # which another thread may replace
+    if packed is None or packed.state != state:
+        packed = self.packed = _PackedWeights(state, copied, linear, tokens=x.shape[0] * x.shape[1])
+    qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = packed.bias, packed.weights
 
     product, product_and_sum = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._linear_pointwise.binary
     h = norms[0](x) if self.norm_first else x
@@ -231,7 +238,12 @@ class _PackedWeights:
 def _joined(linear: Iterable[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the weights and biases of linear layers with the same input as those of one layer."""
     weights, biases = zip(*((layer.weight, layer.bias) for layer in linear), strict=True)
-    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+    if all(bias is None for bias in biases):
+        return torch.cat(weights), None
+    filled = (
+        weights[0].new_zeros(len(one)) if bias is None else bias for one, bias in zip(weights, biases, strict=True)
+    )
+    return torch.cat(weights), torch.cat([*filled])
 
 
 def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:

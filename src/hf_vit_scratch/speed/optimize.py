@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import fused
+from .fused import ATTENTIONS
 from .hardware import can_compile
 
-ATTENTIONS = ("eager", "sdpa")
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
 # The faster methods of each class of the model. Models loaded with remote code have classes of the same names.
 WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {

@@ -176,6 +176,9 @@ class ViTTrainingArguments(TrainingArguments):
             self.use_cpu = True
             self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
+        accelerator_config: Any = self.accelerator_config
+        if accelerator_config.split_batches or accelerator_config.dispatch_batches:
+            raise UserError("accelerator_config must not split or dispatch batches: each process loads its own.")
 
     @property
     def n_gpu(self) -> int:

@@ -69,6 +69,6 @@ class ProgressByTime(ProgressCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar, whose end is where the clock will stop at this pace."""
-        if self.training_bar is not None:
+        if self.training_bar is not None and self.clock.progress > 0:  # 0 without `max_train_minutes`
             self.training_bar.total = round(state.global_step / self.clock.progress)
         super().on_step_end(args, state, control, **kwargs)

@@ -56,6 +56,11 @@ class EMA:
             )
         if decay is None:
             return None
+        if any(parameter.dtype.itemsize < 4 for parameter in model.parameters()):
+            raise UserError(
+                "ema_decay needs weights in float32: 16 bits round the steps of an average away. Load the model with "
+                "dtype=torch.float32; bf16=True computes in bfloat16 all the same."
+            )
         if decay**state.max_steps > SLOW:
             logger.warning(
                 "ema_decay %g is too slow for %d steps: the model stays near its first weights. Try 0.99 for 1,000 "

@@ -40,9 +40,9 @@ class LossWatch(TrainerCallback):
         watched = [line for line in lines[1:] if self._share_done(args, state, line) >= WATCHED_PART]
         if len(watched) != 1:  # not yet, or said before
             return
-        model = kwargs["model"]
-        several = getattr(model.config, "problem_type", None) == "multi_label_classification"  # each is a yes or no
-        chance = math.log(2 if several else max(getattr(model.config, "num_labels", 0), 2))  # of equal probabilities
+        config = getattr(kwargs["model"], "config", None)
+        several = getattr(config, "problem_type", None) == "multi_label_classification"  # each is a yes or no
+        chance = math.log(2 if several else max(getattr(config, "num_labels", 0), 2))  # of equal probabilities
         if loss > NOT_MOVED * first_loss and loss > 0.9 * chance:
             logger.warning(
                 "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and run "

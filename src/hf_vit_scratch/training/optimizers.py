@@ -47,7 +47,7 @@ def freeze(model: PreTrainedModel, layers: str | None) -> None:
             parameter.requires_grad_(False)
 
 
-def parameter_groups(model: PreTrainedModel, args: ViTTrainingArguments) -> list[dict[str, Any]]:
+def parameter_groups(model: PreTrainedModel, args: ViTTrainingArguments, learning_rate: float) -> list[dict[str, Any]]:
     """Group the trainable parameters by optimizer, weight decay and learning rate, the highest rate first.
 
     Layer l of L has the rate `learning_rate * layer_decay ** (L + 1 - l)` (Clark et al. 2020, ELECTRA,
@@ -68,7 +68,7 @@ def parameter_groups(model: PreTrainedModel, args: ViTTrainingArguments) -> list
             continue
         number, is_decayed = numbers[name], name in decayed
         by_muon = args.muon and parameter.ndim == 2 and is_decayed and 0 < number <= num_hidden_layers
-        rate = args.muon_learning_rate if by_muon and args.muon_learning_rate is not None else args.learning_rate
+        rate = args.muon_learning_rate if by_muon and args.muon_learning_rate is not None else learning_rate
         rate *= args.layer_decay ** (num_hidden_layers + 1 - number)
         options = {"lr": rate, "weight_decay": args.weight_decay if is_decayed else 0.0, "muon": by_muon}
         groups.setdefault((by_muon, is_decayed, rate), {"params": [], **options})["params"].append(parameter)
@@ -85,7 +85,7 @@ def build_optimizer(
 
     The stock Trainer chooses `optimizer_class` and its options by `args.optim`.
     """
-    groups = parameter_groups(model, args)
+    groups = parameter_groups(model, args, options.get("lr", args.learning_rate))
     if not args.muon:
         return optimizer_class(groups, **options)
     if optimizer_class is not torch.optim.AdamW:

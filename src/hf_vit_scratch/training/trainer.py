@@ -16,14 +16,7 @@ from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from ..data.dataset import ImageClassificationDataset, collate
@@ -36,6 +29,7 @@ from ..speed.hardware import keep_freed_memory
 from ..speed.optimize import Optimization, example_batch_for, optimize
 from .arguments import ViTTrainingArguments, refuse_with_fsdp
 from .checkpointing import (
+    CHECKSUMS,
     best_checkpoint,
     delete_checkpoint,
     describe_last_checkpoint,
@@ -100,10 +94,11 @@ class _Hooks(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A stop within an epoch comes here, too; `on_step_end` has saved. At the end of an epoch, evaluate, and save
-        # the result. A resumed run that was finished sees no batch: it neither evaluates nor saves.
+        # A stop within an epoch comes here, too; `on_step_end` has saved. At the end of an epoch or of the training,
+        # evaluate, and save the result. A resumed run that was finished sees no batch: it neither evaluates nor saves.
         if self.trainer.stopped or not self.trainer.has_seen_batch:
-            control.should_evaluate &= self.trainer.has_seen_batch and state.epoch % 1 == 0
+            is_whole = state.epoch % 1 == 0 or state.global_step >= state.max_steps or self.trainer.clock.progress >= 1
+            control.should_evaluate &= self.trainer.has_seen_batch and is_whole
             control.should_save = control.should_evaluate
         control.should_log |= control.should_evaluate or control.should_save
 
@@ -137,7 +132,6 @@ class ViTTrainer(Trainer):
 
     args: ViTTrainingArguments
     model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -160,6 +154,9 @@ class ViTTrainer(Trainer):
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
+        labels = getattr(self.train_dataset, "labels", None)  # of an `ImageClassificationDataset`
+        if self.args.balanced_sampling and self.train_dataset is not None and (labels is None or labels.ndim > 1):
+            raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
         stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
         if stage is None and len(stages) > 1 and isinstance(self.train_dataset, ImageClassificationDataset):
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
@@ -180,11 +177,14 @@ class ViTTrainer(Trainer):
         self.add_callback(LossWatch())
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
+            if self.pop_callback(EarlyStoppingCallback):
+                raise UserError("early_stopping_patience adds an EarlyStoppingCallback. Leave one of them out.")
             self.add_callback(self.early_stopping)
-        if self.pop_callback(PrinterCallback):
-            self.add_callback(PrinterIntoPipes())
-        if self.args.max_train_minutes is not None and self.pop_callback(ProgressCallback):
-            self.add_callback(ProgressByTime(self.clock))
+        handler: Any = self.callback_handler
+        for ours in (PrinterIntoPipes(), ProgressByTime(self.clock)):
+            for stock in [one for one in handler.callbacks if type(one) is type(ours).__base__]:
+                handler.pop_callback(stock)  # not by its class, from which a user's own may derive
+                handler.add_callback(ours)
 
     # Training
 
@@ -200,10 +200,8 @@ class ViTTrainer(Trainer):
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
         self._unfinished_checkpoint = None
-        datasets: list[Any] = [self.train_dataset]
-        if self.args.eval_strategy != "no":
-            datasets += self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        for dataset in datasets:
+        evaluated: Any = {} if self.args.eval_strategy == "no" else self.eval_dataset
+        for dataset in (self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
             if isinstance(dataset, ImageClassificationDataset):
                 dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
@@ -320,10 +318,7 @@ class ViTTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args, dataset = self.args, cast(Any, self.train_dataset if train_dataset is None else train_dataset)
-        is_ours = isinstance(dataset, ImageClassificationDataset)
-        if args.balanced_sampling and not (is_ours and dataset.labels.ndim == 1):
-            raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
-        if not is_ours:
+        if not isinstance(dataset, ImageClassificationDataset):
             return super()._get_train_sampler(train_dataset)
         batch_size = self._train_batch_size * args.world_size
         batches = len(dataset) // batch_size if args.dataloader_drop_last else math.ceil(len(dataset) / batch_size)
@@ -430,8 +425,13 @@ class ViTTrainer(Trainer):
             # A stop may save the same step twice, so what came before stays until the run goes on.
             limit = None if self.stopped else self._save_total_limit
             finish_checkpoint(self._unfinished_checkpoint, None if best is None else Path(best), limit)
-        self._unfinished_checkpoint = None
         self.accelerator.wait_for_everyone()
+        if self.args.load_best_model_at_end and not (self._unfinished_checkpoint / CHECKSUMS).is_file():
+            raise UserError(
+                f"Process {self.args.process_index} does not see {self._unfinished_checkpoint}, which may be the best "
+                "model. Share --output_dir between the machines, or give --load_best_model_at_end false."
+            )
+        self._unfinished_checkpoint = None
 
     def _load_best_model(self) -> None:
         # The stock Trainer would load a damaged file without a word.

@@ -90,7 +90,7 @@ class Explorer:
 
     def show(self, image: ImageAttention, *fields: Any) -> tuple[Any, ...]:
         """Return the new state and predictions, and what `draw` returns."""
-        predictions: Any = {prediction["label"]: prediction["score"] for prediction in image.predictions}
+        predictions: Any = {one["label"]: one["score"] for one in reversed(image.predictions)}  # best of a name
         news = image.predictions[0]["label"]
         if self.is_regression:  # the widget shows scores as percentages
             predictions = news = ", ".join(format_prediction(number, "regression") for number in image.predictions)
@@ -148,12 +148,12 @@ def build_page(explorer: Explorer) -> gr.Blocks:
                 gr.HTML("<h2>Attention</h2>")
                 view = gr.Radio([(label, name) for name, label in VIEWS.items()], value="patch", label="Show")
                 with gr.Row():
-                    layer = gr.Slider(1, num_layers, num_layers, step=1, label="Layer", buttons=[])
+                    layer = _slider(num_layers, num_layers, "Layer")
                     heads = [("mean of the heads", 0), *((str(head), head) for head in range(1, num_heads + 1))]
                     head = gr.Radio(heads, value=0, label="Head")
                 with gr.Row():
-                    row = gr.Slider(1, rows, (rows + 1) // 2, step=1, label="Row of the patch", buttons=[])
-                    col = gr.Slider(1, cols, (cols + 1) // 2, step=1, label="Column of the patch", buttons=[])
+                    row = _slider(rows, (rows + 1) // 2, "Row of the patch")
+                    col = _slider(cols, (cols + 1) // 2, "Column of the patch")
                 with gr.Row():
                     with gr.Column(min_width=260):
                         picture = gr.HTML(js_on_load=ON_CLICK, elem_id="picture", elem_classes="vit-click")
@@ -161,10 +161,15 @@ def build_page(explorer: Explorer) -> gr.Blocks:
                         heat_map = gr.HTML(js_on_load=ON_CLICK, elem_id="map", elem_classes="vit-click")
                     with gr.Column(min_width=260):
                         matrix = gr.HTML(elem_id="matrix")
-                        number = gr.Slider(1, num_tokens, min(num_tokens, 32), step=1, label="Tokens", buttons=[])
+                        number = _slider(num_tokens, min(num_tokens, 32), "Tokens")
         shown = [gr.State(), predictions, picture, heat_map, matrix, status]
         _connect(page, explorer, upload, examples, [view, layer, head, row, col, number], shown)
     return page
+
+
+def _slider(number: int, value: int, label: str) -> gr.Slider:
+    """Return a slider from 1 to a number; where there is nothing to choose, it is not shown."""
+    return gr.Slider(1, max(number, 2), value, step=1, label=label, buttons=[], visible=number > 1)
 
 
 def _connect(
