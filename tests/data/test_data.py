@@ -479,6 +479,14 @@ def test_class_that_train_lacks_is_refused(tmp_path, photographs):
         load_splits(str(tmp_path))
 
 
+def test_numbers_that_are_too_few_as_classes_may_be_quantities(class_folders):
+    for number, name in enumerate(("flower", "temple")):
+        (class_folders / name).rename(class_folders / str(number))
+
+    with pytest.raises(UserError, match=r"has too few .*val and test\)\. If they are quantities, write them with a"):
+        load_splits(str(class_folders), validation_fraction=0.89)
+
+
 def test_class_with_one_image_is_refused(class_folders, photographs):
     (class_folders / "rare").mkdir()
     photographs[0].save(class_folders / "rare" / "1.jpg")

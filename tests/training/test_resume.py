@@ -240,7 +240,11 @@ def test_resuming_with_other_images_is_refused(class_folders, tmp_path, caplog):
     with pytest.raises(UserError, match=r"with other images: 20 train, .*, now 21 train, .* The splits would"):
         train.main(resume)
     (class_folders / "temple" / "another.jpg").unlink()
-    assert train.main(resume)["epoch"] == 1
+    (class_folders / "temple").rename(class_folders / "palace")
+    with pytest.raises(UserError, match=r"with other images: "):
+        train.main(resume)
+    (class_folders / "palace").rename(class_folders / "temple")
+    assert train.main([f"{part}/" if part == str(class_folders) else part for part in resume])["epoch"] == 1
 
 
 def test_best_model_of_another_folder_gets_no_link(tmp_path):

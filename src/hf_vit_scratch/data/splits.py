@@ -146,10 +146,10 @@ def absolute(data: str) -> str:
 
 
 def fingerprint(splits: DatasetDict) -> str:
-    """Return what tells splits from others: their sizes, and a hash of the labels and file names in their order."""
+    """Return what tells splits from others: their sizes, and a hash of labels, their names and the files' names."""
     digest = hashlib.sha256()
     for split, rows in splits.items():
-        names = [os.path.basename(path) for path in paths_of(rows)]
+        names = [*label_names(rows.features["label"]), *(os.path.basename(path) for path in paths_of(rows))]
         digest.update("\n".join([split, *names]).encode(errors="replace"))
         digest.update(targets_of(rows).tobytes())
     return f"{', '.join(f'{len(rows)} {split}' for split, rows in splits.items())} ({digest.hexdigest()[:16]})"

@@ -101,7 +101,8 @@ def main(argv: Sequence[str]) -> None:
     (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shutil.copy(exported.__file__, folder / "predict.py")
     (folder / "requirements.txt").write_text("\n".join(_requirements(given.format)) + "\n", encoding="utf-8")
-    print(f"\n{summary(facts)}\nFiles      {folder}: {path.name}, predict.py, requirements.txt, export.json")
+    files = ", ".join(sorted(file.name for file in folder.iterdir()))
+    print(f"\n{summary(facts)}\nFiles      {folder}: {files}")
     if facts["faults"]:
         raise UserError(f"The export does not answer as the model does: {'; '.join(facts['faults'])}.")
 

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.groups import LISTING
-from ..data.splits import SPLITS
+from ..data.splits import SPLITS, absolute
 from ..errors import UserError, blame_the_files
 from .arguments import ViTTrainingArguments
 from .checkpointing import complete_checkpoints, find_checkpoint
@@ -81,6 +81,8 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     was, now = (one.values("recipe", "flag") for one in (begun, recipe))
     # The worker processes of a stream share out its files; other images depend on no number of workers.
     free = RESUMABLE if now.get("streaming") else RESUMABLE | {"dataloader_num_workers"}
+    if absolute(str(now.get("data", ""))) == begun.data:  # however it is spelled
+        free = free | {"data"}
     follows = args.early_stopping_patience is not None or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
     if follows or args.load_best_model_at_end:
         # The result then depends on evaluations, which come with log lines if no eval_steps are set.
