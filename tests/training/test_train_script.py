@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, ViTImageProcessor, pipeline
 from transformers.trainer_utils import PredictionOutput
 
+import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
 from hf_vit_scratch.data.groups import LISTING
 from hf_vit_scratch.data.sources import load_digits
@@ -205,6 +206,18 @@ def test_feature_pipeline_gives_the_vector_that_the_classifier_reads(run, digit)
 
     assert extract(digit[0]) == expected.tolist()
     assert torch.equal(from_features, logits)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_nothing_is_written_among_the_images(command, run, class_folders, capsys):
+    place = class_folders / "report"
+    given = {"train": ["digits", *SMALL], "evaluate": [str(run[0])]}[command]
+
+    exit_code = vit_scratch.main([command, *given, "--data", str(class_folders), "--output_dir", str(place)])
+
+    assert exit_code == 2
+    assert "report is in the folder of the images, " in capsys.readouterr().err
+    assert not place.exists()
 
 
 def test_folder_of_photographs_trains(class_folders, tmp_path):

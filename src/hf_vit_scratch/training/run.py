@@ -21,7 +21,7 @@ from ..data.splits import SPLITS, list_splits
 from ..evaluation.report import report_on_test_split
 from . import sanity_check, steps
 from .recipe import parse_recipe
-from .run_directory import lock_run_directory, resolve_checkpoint, without_resuming
+from .run_directory import lock_run_directory, refuse_place_among_images, resolve_checkpoint, without_resuming
 
 
 def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, Any]:
@@ -37,6 +37,7 @@ def main(argv: Sequence[str], program: str = "vit-scratch train") -> dict[str, A
     disable_progress_bar()  # the bars of saving and loading one file; training keeps its own
     disable_progress_bars()  # of each step of `datasets`
     command = f"{program} {shlex.join(without_resuming(argv))}".rstrip()
+    refuse_place_among_images(Path(training_args.output_dir), args.data.data)
     with lock_run_directory(training_args), steps.advise_on_memory(training_args):
         checkpoint = resolve_checkpoint(training_args, recipe)
         steps.check_and_seed(args, recipe)

@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.groups import LISTING
+from ..data.images import local_path
 from ..data.splits import SPLITS, absolute
 from ..errors import UserError, blame_the_files
 from .arguments import ViTTrainingArguments
@@ -51,6 +52,16 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
                 if [path.name for path in output_dir.iterdir()] == [LOCK]:
                     (output_dir / LOCK).unlink()
                     output_dir.rmdir()
+
+
+def refuse_place_among_images(output_dir: Path, data: str | None) -> None:
+    """Refuse an output folder inside the folder of the images, where it would be taken for a class."""
+    folder = local_path(data or "")
+    if data not in (None, "digits") and folder.is_dir() and output_dir.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"--output_dir {output_dir} is in the folder of the images, {folder.resolve()}, and would be taken for a "
+            "class. Choose a folder outside."
+        )
 
 
 def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | None:
