@@ -294,9 +294,14 @@ def test_model_without_one_dataset_of_validation_is_not_calibrated(several, digi
     assert not list(tmp_path.iterdir())
 
 
-def test_balanced_sampling_needs_classes(digits, tmp_path):
+class WithLabels(TensorDataset):
+    labels = torch.zeros(2)
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, WithLabels])
+def test_balanced_sampling_needs_classes(kind, tmp_path):
     model = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
-    pixels = TensorDataset(torch.zeros(2, 3, 8, 8))
+    pixels = kind(torch.zeros(2, 3, 8, 8))
 
     with pytest.raises(UserError, match=r"^balanced_sampling needs an ImageClassificationDataset with one class"):
         ViTTrainer(model, arguments(tmp_path, balanced_sampling=True), train_dataset=pixels)

@@ -155,7 +155,7 @@ def test_number_with_the_name_of_another_column_is_refused_in_a_table(saved, mix
     exit_code = vit_scratch.main(["predict", str(folder), str(mixed_images), "--output", str(tmp_path / "a.csv")])
 
     assert exit_code == 2
-    assert "cannot have two columns 'error', as a number is called" in capsys.readouterr().err
+    assert "A number is called 'error', as a column of the table." in capsys.readouterr().err
 
 
 def test_regression_gives_what_the_plain_pipeline_gives(saved, mixed_images, capsys):

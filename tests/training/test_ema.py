@@ -14,6 +14,12 @@ def test_weights_of_16_bits_are_refused():
         EMA.start(nn.Linear(3, 2).bfloat16(), 0.9, TrainerState(max_steps=100), None)
 
 
+def test_frozen_weights_may_have_16_bits():
+    model = nn.Sequential(nn.Linear(3, 2).bfloat16().requires_grad_(False), nn.Linear(2, 2))
+
+    assert EMA.start(model, 0.9, TrainerState(max_steps=100), None) is not None
+
+
 @pytest.fixture
 def model():
     return nn.Linear(3, 2).double()

@@ -265,7 +265,10 @@ def main(argv: list[str]) -> int:
     if config.problem_type == "regression":
         top_k, columns = config.num_labels, list((config.id2label or {}).values())
     if is_table and (taken := {"image", "error"} & {*columns}):
-        raise UserError(f"A table cannot have two columns {taken.pop()!r}, as a number is called. Write JSON lines.")
+        name = taken.pop()
+        raise UserError(
+            f"A number is called {name!r}, as a column of the table. Give --output a name that ends in .jsonl."
+        )
     trust = Trust.load(str(classifier.model.name_or_path))
     results = predict(
         classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-ATTENTIONS = ("eager", "sdpa")
+ATTENTIONS = ("eager", "sdpa")  # that these methods compute
 PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
 
 

@@ -56,7 +56,7 @@ class EMA:
             )
         if decay is None:
             return None
-        if any(parameter.dtype.itemsize < 4 for parameter in model.parameters()):
+        if any(parameter.requires_grad and parameter.dtype.itemsize < 4 for parameter in model.parameters()):
             raise UserError(
                 "ema_decay needs weights in float32: 16 bits round the steps of an average away. Load the model with "
                 "dtype=torch.float32; bf16=True computes in bfloat16 all the same."

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     is_export = Path(given.run).suffix in {Path(name).suffix for name in FILES.values()}
     if run is not None and given.output_dir.resolve().is_relative_to(run.resolve()):
         raise UserError(f"{given.output_dir} is in the folder of the run, whose files are pushed. Choose another.")
-    refuse_place_among_images(given.output_dir, given.data)
+    refuse_place_among_images(given.output_dir, given.data or args.data.data)
     labels, kind, predict = _open_export(given.run) if is_export else _open_model(given.run, args, recipe)
     source, rows = load_rows(args, recipe, run, given.data, given.split)
     rows = with_names(source, rows, labels, kind)

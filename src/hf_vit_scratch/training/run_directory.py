@@ -55,12 +55,12 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
 
 
 def refuse_place_among_images(output_dir: Path, data: str | None) -> None:
-    """Refuse an output folder inside the folder of the images, where it would be taken for a class."""
+    """Refuse an output folder inside the folder of the images, where its figures would be taken for images."""
     folder = local_path(data or "")
     if data not in (None, "digits") and folder.is_dir() and output_dir.resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"--output_dir {output_dir} is in the folder of the images, {folder.resolve()}, and would be taken for a "
-            "class. Choose a folder outside."
+            f"--output_dir {output_dir} is in the folder of the images, {folder.resolve()}: its figures would count "
+            "as images. Choose a folder outside."
         )
 
 

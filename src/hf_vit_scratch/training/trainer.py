@@ -154,8 +154,8 @@ class ViTTrainer(Trainer):
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
-        labels = getattr(self.train_dataset, "labels", None)  # of an `ImageClassificationDataset`
-        if self.args.balanced_sampling and self.train_dataset is not None and (labels is None or labels.ndim > 1):
+        train, is_ours = self.train_dataset, isinstance(self.train_dataset, ImageClassificationDataset)
+        if self.args.balanced_sampling and train is not None and not (is_ours and cast(Any, train).labels.ndim == 1):
             raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
         stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
         if stage is None and len(stages) > 1 and isinstance(self.train_dataset, ImageClassificationDataset):
