@@ -71,8 +71,8 @@ def digits():
 
 def arguments(folder, **more):
     return ViTTrainingArguments(
-        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=32, eval_strategy="no", save_strategy="no",
-        load_best_model_at_end=False, disable_tqdm=True, **more,
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=32, save_strategy="no",
+        load_best_model_at_end=False, disable_tqdm=True, **{"eval_strategy": "no"} | more,
     )  # fmt: skip
 
 
@@ -358,17 +358,20 @@ def test_search_goes_on_after_a_rate_that_is_too_high(digits, tmp_path):
     assert best.hyperparameters == {"learning_rate": 3e-3}
 
 
-def test_sigterm_ends_a_search(digits, tmp_path):
+@pytest.mark.parametrize("event", ["on_step_begin", "on_evaluate"])
+def test_sigterm_ends_a_search(event, digits, tmp_path):
     rates = []
 
-    class Stopper(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            rates.append(args.learning_rate)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def stop(args, *others, **kwargs):
+        rates.append(args.learning_rate)
+        os.kill(os.getpid(), signal.SIGTERM)
 
+    stopper = TrainerCallback()
+    setattr(stopper, event, stop)
     trainer = ViTTrainer(
         model_init=lambda trial: ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10)),
-        args=arguments(tmp_path, max_steps=5), train_dataset=digits[0], eval_dataset=digits[1], callbacks=[Stopper()],
+        args=arguments(tmp_path, max_steps=2, eval_strategy="epoch"), train_dataset=digits[0], eval_dataset=digits[1],
+        callbacks=[stopper],
     )  # fmt: skip
 
     with pytest.raises(KeyboardInterrupt, match=r"^$"):

@@ -270,12 +270,13 @@ def test_parquet_files_of_other_class_names_are_refused(several, photographs, tm
         write_parquet(tmp_path / f"{split}.parquet", features, **columns)
 
     with pytest.raises(
-        UserError, match=r"the classes of the column 'label' are \['cat', '...'\], but those of .*'\]\."
+        UserError, match=r"'label', the classes of .* are \['cat', '...'\], but those of .* are \['cat', '...'\]\."
     ):
         load_splits(str(tmp_path))
     assert len(load_splits(str(tmp_path), labelled=False, near_duplicates="ignore")["test"]) == 20
-    with pytest.raises(UserError, match="but those of"):
-        load_splits(str(tmp_path), label_column=["camera"])
+    for column in ("camera", ["camera"]):
+        with pytest.raises(UserError, match=r"column 'camera', the classes of .*, but those of"):
+            load_splits(str(tmp_path), label_column=column)
 
 
 @pytest.mark.parametrize("choices", [{}, {"label_column": ["label"]}], ids=str)
@@ -371,11 +372,15 @@ def test_a_split_can_serve_another_purpose(tmp_path, photographs):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("./nowhere", r"\./nowhere: there is no such file or folder"),
+        ("./nowhere", r"\./nowhere: there is no such file or folder\. Give"),
+        ("photos/nowhere", r"photos/nowhere: there is no such file or folder\. Give"),
+        ("my photos", r"my photos: there is no such file or folder\. Give"),
         ("someone/no-such-dataset", r"no-such-dataset: there is no such file or folder, and no dataset of this name"),
     ],
 )
-def test_data_that_is_not_there_is_refused(data, message):
+def test_data_that_is_not_there_is_refused(data, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
     with pytest.raises(UserError, match=message):
         load_splits(data)
 
@@ -383,6 +388,17 @@ def test_data_that_is_not_there_is_refused(data, message):
 def test_empty_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there are no images\. The folder must hold one folder per class"):
         load_splits(str(tmp_path))
+
+
+def test_split_without_class_folders_is_not_used(class_folders, photographs, tmp_path, caplog):
+    (tmp_path / "root" / "test").mkdir(parents=True)
+    class_folders.rename(tmp_path / "root" / "train")
+    photographs[0].save(tmp_path / "root" / "test" / "1.jpg")
+
+    splits = load_splits(str(tmp_path / "root"))
+
+    assert "the split 'test' has no labels and is not used." in caplog.text
+    assert sum(map(len, splits.values())) == 24
 
 
 def test_images_without_class_folders_are_refused(tmp_path, photographs):
@@ -1263,6 +1279,16 @@ def test_missing_image_is_named_when_a_cache_is_filled(image_processor, photogra
     dataset = ImageClassificationDataset(rows, BatchTransform(image_processor), cache_images=True)
 
     with pytest.raises(UserError, match=r"^image 1 is missing: its row holds no image"):
+        dataset.keep_decoded(torch.device("cpu"))
+
+
+def test_file_that_is_missing_is_named_when_a_cache_is_filled(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    rows = photographs_in_files(tmp_path, photographs)
+    (tmp_path / "1.jpg").unlink()
+    dataset = ImageClassificationDataset(rows, BatchTransform(image_processor), cache_images=True)
+
+    with pytest.raises(UserError, match=r"1\.jpg cannot be decoded as an image"):
         dataset.keep_decoded(torch.device("cpu"))
 
 

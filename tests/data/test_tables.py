@@ -13,7 +13,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from hf_vit_scratch.data.splits import SPLITS, count_learnt, list_splits, load_splits, with_names
-from hf_vit_scratch.data.targets import describe, joined_labels, label_names, problem_type, targets_of
+from hf_vit_scratch.data.targets import describe, label_names, label_problems, problem_type, targets_of
 from hf_vit_scratch.errors import UserError
 
 NAMES = [f"{kind}/{number:02}.png" for kind in ("cat", "dog") for number in range(10)]
@@ -137,6 +137,15 @@ def test_class_that_is_called_minus_one_is_a_class(photographs, tmp_path):
     assert load_splits(str(tmp_path), near_duplicates="ignore")["validation"]["label"][:] == [0] * 4
 
 
+def test_separator_beside_lists_of_classes_is_refused(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": List(ClassLabel(names=["a", "b"]))})
+    rows = {"image": photographs * 6, "label": [[0], [0, 1]] * 6}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+
+    with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'label' holds List"):
+        load_splits(str(tmp_path), label_separator=";", near_duplicates="ignore")
+
+
 def test_separator_beside_several_columns_is_refused(folder):
     table = write_table(folder / "two.csv", a=[0, 1] * 10, b=[1, 0] * 10)
     with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'a' holds Value"):
@@ -190,19 +199,21 @@ def test_empty_separator_is_refused():
 def test_classes_that_look_like_several_labels_are_pointed_out(folder, names):
     table = write_table(folder / "tags.csv", tags=[names[n % len(names)] for n in range(20)])
 
-    problem = joined_labels(load_splits(str(table), label_column=["tags"], validation_fraction=0.05)["train"])
+    rows = load_splits(str(table), label_column=["tags"], validation_fraction=0.05)["train"]
+    problems = list(label_problems(rows, weighted=True, is_trained=True))
 
-    assert (problem is not None) == (len(names) == 4)  # two names that share no part may be names
-    assert problem is None or "If each image can have several, give --label_separator ';'." in problem
+    assert len(problems) == (len(names) == 4)  # two names that share no part may be names
+    assert all("If each image can have several, give --label_separator ';'." in problem for problem in problems)
 
 
 def test_class_that_looks_like_several_labels_is_the_one_that_is_named(folder):
     names = ["cat;day", "cat;night", "dog;day", "dog;night", "unknown"]
     table = write_table(folder / "tags.csv", tags=[names[n % 5] for n in range(20)])
 
-    problem = joined_labels(load_splits(str(table), label_column=["tags"], near_duplicates="ignore")["train"])
+    rows = load_splits(str(table), label_column=["tags"], near_duplicates="ignore")["train"]
+    problems = list(label_problems(rows, weighted=True, is_trained=True))
 
-    assert problem.startswith("'cat;day' is one class, though it looks like several labels.")
+    assert problems[0].startswith("'cat;day' is one class, though it looks like several labels.")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +359,10 @@ def test_names_that_begin_with_zeros_stay_names(folder):
     assert load_splits(str(table))["train"].features["label"].names == ["007", "12"]
 
 
-def test_semicolons_may_separate_the_columns(folder):
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_other_characters_may_separate_the_columns(folder, separator):
     table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
-    table.write_text(table.read_text().replace(",", ";"))
+    table.write_text(table.read_text().replace(",", separator))
 
     assert load_splits(str(table))["train"].features["label"].names == ["cat", "dog"]
 
@@ -363,6 +375,33 @@ def test_semicolons_go_with_decimal_commas(folder):
 
     assert problem_type(rows.features["label"]) == "regression"
     assert set(targets_of(rows)[:, 0] % 1) == {0.5}
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_table_in_another_encoding_is_refused(folder, encoding):
+    table = write_table(folder / "labels.csv", label=[f"{name[:3]}é" for name in NAMES])
+    table.write_text(table.read_text(encoding="utf-8"), encoding=encoding)
+
+    with pytest.raises(UserError, match=r"labels\.csv must be a text in UTF-8 \('utf-8' codec can't decode byte"):
+        load_splits(str(table))
+
+
+@pytest.mark.parametrize("written", [" {}.5", "+{}.5", "{}.5e+00"])
+def test_numbers_beside_semicolons_are_numbers_however_they_are_written(folder, written):
+    table = write_table(folder / "labels.csv", label=[written.format(number) for number in range(20)])
+    table.write_text(table.read_text().replace(",", ";"))
+
+    rows = load_splits(str(table))["train"]
+
+    assert problem_type(rows.features["label"]) == "regression"
+    assert set(targets_of(rows)[:, 0] % 1) == {0.5}
+
+
+def test_rows_of_nothing_but_separators_are_left_out(folder):
+    table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
+    table.write_text(table.read_text() + ",\n,\n")
+
+    assert sum(map(len, load_splits(str(table)).values())) == 20
 
 
 def test_column_of_splits_with_another_name_is_refused(folder):
@@ -646,6 +685,32 @@ def test_class_that_no_training_image_has_is_refused(tmp_path):
 
     with pytest.raises(UserError, match=r"no image of train has the label 'c'\. Add such images"):
         load_splits(str(tmp_path))
+
+
+def write_splits(root, **labels):
+    """Write a split of as many grey images as it has labels into a folder of its own, with a table."""
+    for split, column in labels.items():
+        names = [f"{number}.png" for number in range(len(column))]
+        write_table(root / split / "metadata.csv", names, label=column)
+        for shade, name in enumerate(names):
+            Image.new("L", (4, 4), 10 * shade).save(root / split / name)
+    return str(root)
+
+
+def test_names_of_one_split_may_look_like_true_and_false(tmp_path):
+    root = write_splits(tmp_path, train=["True", "False", "unsure"] * 4, val=["True", "False"], test=["False", "True"])
+
+    splits = load_splits(root, near_duplicates="ignore")
+
+    assert label_names(splits["train"].features["label"]) == ["False", "True", "unsure"]
+    assert splits["validation"]["label"][:] == [1, 0]
+
+
+def test_text_among_the_numbers_of_another_split_is_named(tmp_path):
+    root = write_splits(tmp_path, train=["0.5", "1.5"] * 6, val=["1.5", "0.5"], test=["0.5", "NA"])
+
+    with pytest.raises(UserError, match=r"no image of train has the label 'NA'\."):
+        load_splits(root, near_duplicates="ignore")
 
 
 @pytest.mark.parametrize("labels", [[0.5, None] * 10, [["a"], None] * 10], ids=["numbers", "lists"])

@@ -221,6 +221,12 @@ def test_data_without_a_recipe_is_refused():
         ),
         ("seed: 1", ["--num_train_epochs", "many"], r"argument --num_train_epochs.*invalid float value: 'many'"),
         ("seed: 1", ["--warmup_ratio", "0.1"], r"unknown flag 'warmup_ratio'\. Did you mean warmup_steps\?"),
+        ("seed: 1", ["--epochs", "9"], r"unknown flag 'epochs'\. Did you mean num_train_epochs\?"),
+        (
+            "seed: 1",
+            ["--batch-size", "9"],
+            r"Did you mean per_device_train_batch_size or auto_find_batch_size or per_device_eval_batch_size\?",
+        ),
         ("seed: 1", ["stray"], r"the command line: unexpected 'stray'\. Flags begin with --, and"),
         (
             "seed: 1",

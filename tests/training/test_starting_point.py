@@ -71,6 +71,7 @@ def begin(tmp_path, class_folders):
     def begin(*argv, recipe=PLAIN):
         (tmp_path / "recipe.yaml").write_text(recipe)
         args, recipe = parse_recipe([str(tmp_path / "recipe.yaml"), "--data", str(class_folders), *argv])
+        steps.check_and_seed(args, recipe)
         config, start = steps.make_choices(args, recipe, steps.load_data(args))
         return steps.build_model(args, config, start).eval(), steps.build_image_processor(config, start)
 
@@ -329,16 +330,24 @@ def test_resumed_run_with_frozen_layers_ends_with_the_same_bits(vit, class_folde
     [
         (["--freeze_layers", "3"], r"freeze_layers must be all or at most the model's 2 layers, got 3\."),
         (["--freeze_layers", "some"], r"freeze_layers must be a number of layers or all, got 'some'\."),
-        (
-            ["--freeze_layers", "all", "--model", "Ti/4"],
-            r"need a trained model, but --model is Ti/4\.",
-        ),
-        (["--layer_decay", "0.75", "--model", "Ti/4"], r"need a trained model, but --model is Ti/4\."),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(flags, message, begin, vit):
     with pytest.raises(UserError, match=message):
         begin("--model", vit, *flags)
+
+
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [
+        (["digits", "--freeze_layers", "all", "--model", "Ti/4"], "Ti/4"),
+        (["digits", "--layer_decay", "0.75", "--model", "Ti/4"], "Ti/4"),
+        (["finetune", "--data", "nowhere"], "not given"),
+    ],
+)
+def test_missing_model_is_reported_before_images_are_read(argv, given):
+    with pytest.raises(UserError, match=rf"need a trained model, but --model is {given}\."):
+        steps.check_and_seed(*parse_recipe(argv))
 
 
 def test_recipe_for_fine_tuning_trains(vit, class_folders, tmp_path, monkeypatch):

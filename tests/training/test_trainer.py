@@ -589,6 +589,8 @@ def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(
         trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
+    trainer.create_model_card()
+    assert "It was not tested." in (tmp_path / "README.md").read_text()
     saved = make_trainer(tmp_path / "again")
     saved.model = ViTScratchForImageClassification.from_pretrained(tmp_path)
     assert saved.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6)
@@ -701,6 +703,7 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
         ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
         ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches must stay true: the metrics are of all images"),
+        ({"batch_eval_metrics": True}, "batch_eval_metrics must stay false: the metrics are of all images"),
         ({"label_names": ["label"]}, "label_names must stay none: they follow from the task"),
         ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
         ({"ignore_data_skip": True}, "ignore_data_skip must stay false: a resumed run goes on with the images"),

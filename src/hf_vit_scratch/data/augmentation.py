@@ -68,16 +68,15 @@ def training_stages(
     if (args.initial_image_size is None) != (args.initial_image_size_fraction == 0):
         raise UserError("Give both initial_image_size and initial_image_size_fraction, or neither.")
     first_size: Any = tuple(((args.initial_image_size or image_size) * 2)[:2])
-    grows, mixes, changes, ends = starts = (
-        args.initial_image_size_fraction, args.mixing_start_fraction, args.policy_start_fraction,
-        1 - args.augmentation_off_fraction,
-    )  # fmt: skip
+    starts = (args.initial_image_size_fraction, args.mixing_start_fraction, args.policy_start_fraction)
+    full_size_start, mixing_start, policy_start = starts
+    end = 1 - args.augmentation_off_fraction
 
     def augmentation_at(progress: float) -> Augmentation:
-        milder = {} if progress >= changes else {"auto_augment": "none", "random_erasing_prob": 0.0}
-        size = image_size if progress >= grows else first_size
-        return Augmentation(size, progress >= mixes, **choices | milder)
+        milder = {} if progress >= policy_start else {"auto_augment": "none", "random_erasing_prob": 0.0}
+        size = image_size if progress >= full_size_start else first_size
+        return Augmentation(size, progress >= mixing_start, **choices | milder)
 
-    begins = sorted({0.0, ends, *(start for start in starts if start < ends)})
-    stages = [augmentation_at(begin) if begin < ends else None for begin in begins]
+    begins = sorted({0.0, end, *(start for start in starts if start < end)})
+    stages = [augmentation_at(begin) if begin < end else None for begin in begins]
     return stages, lambda progress: bisect_right(begins, progress) - 1

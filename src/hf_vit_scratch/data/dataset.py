@@ -50,13 +50,13 @@ TRANSFORM_DEVICES = ("cpu", "cuda")
 class BatchTransform:
     """Turn images into the model's inputs.
 
-    Datasets call `decode` and `to_stage_size`, perhaps in worker processes. A call does the rest to a whole batch, on
-    its device: augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
+    Datasets call `decode` and `to_stage_size`, perhaps in worker processes. Calling it does the rest to a whole batch,
+    on its device: augment, mix and normalize. Random numbers depend on (seed, epoch, image) only.
 
     Args:
         image_processor: Resizes and normalizes.
         stages: Augmentation of each stage of training; `None` if its images are neither changed nor mixed.
-        mixing: Makes the targets of training in all stages. `Augmentation.mixes` says whether one mixes images.
+        mixing: Makes the targets of training in all stages. `Augmentation.mixes` says whether a stage mixes images.
         seed: Seed of augmentation and mixing.
 
     Raises:
@@ -144,9 +144,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     """Rows of a dataset in batches of decoded images, which `batch_transform` then turns into the model's inputs.
 
     A batch holds `pixel_values`, uint8 (B, 3, height, width) of the size of the stage; `labels`, targets of
-    `targets.py`; `keys`, NumPy integers (B, 2) of (epoch, row); and `stage`, the number of the stage of training,
-    `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the worker. For a subset, select
-    rows first: `torch.utils.data.Subset` hides `batch_transform`.
+    `targets.py`; `keys`, NumPy integers (B, 2) of (`Sample.epoch`, row); and `stage`, the number of the training
+    stage, `None` in evaluation. Its data loader needs `collate`. Pixels do not depend on the worker. For a subset,
+    select rows first: `torch.utils.data.Subset` hides `batch_transform`.
 
     Args:
         rows: A split of `load_splits`, or other rows with a column `image` and a column `label` as in `targets.py`.
@@ -169,8 +169,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _kept_size(self) -> tuple[int, int]:
-        """Return the height and width of kept images: their own if all share a small one, or `BatchTransform`'s."""
+    def _size_to_keep(self) -> tuple[int, int]:
+        """Return the height and width of kept images: that of `BatchTransform`, or their own smaller one."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
         for (w, h), _ in map_images(lambda index, encoded: size_and_mode(encoded, f"image {index}"), self.rows):
@@ -180,14 +180,14 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return own or (height, width)
 
     def keep_decoded(self, device: torch.device) -> bool:
-        """Decode all images once and keep them in memory or in a file, if they fit; return whether it is memory.
+        """Decode all images once and keep them, in memory or in a file; return whether they are in memory.
 
-        They fit if they take up at most `DECODED_BYTES_KEPT`. They are then kept on the device of the first call, or
-        on the CPU if it has no room. More are kept in a file, if `cache_images` is set. An image that cannot be
-        decoded is a `UserError`.
+        They are if they take up at most `DECODED_BYTES_KEPT`: on the device of the first call, or on the CPU if it has
+        no room. More are kept in a file if `cache_images` is set, or not at all. An image that cannot be decoded is a
+        `UserError`.
         """
         if self._is_in_memory is None:
-            height, width = self._kept_size()
+            height, width = self._size_to_keep()
             shape = (len(self), height, width, 3)
             fits = math.prod(shape) <= DECODED_BYTES_KEPT
             how = "decoded again for each batch"
@@ -205,7 +205,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             if self.batch_transform.stages:  # log the training images only
                 megabytes = math.prod(shape) / 1e6
                 logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, how)
-            self._is_in_memory = fits  # not before: an image that cannot be decoded is one in the next call, too
+            self._is_in_memory = fits  # last: the next call, too, refuses an image that cannot be decoded
         return self._is_in_memory
 
     def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
@@ -231,7 +231,9 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                 logger.info("Decoding %d images into %s (%.1f GB), once.", len(self), file, needed / 1e9)
                 unfinished = file.with_suffix(f".{os.getpid()}")
                 try:
-                    self._decode_into(torch.from_numpy(np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)))
+                    images = np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)
+                    self._decode_into(torch.from_numpy(images))
+                    images.flush()  # or after a power cut, the file may have its name without its pixels
                     unfinished.rename(file)
                 finally:
                     unfinished.unlink(missing_ok=True)
@@ -256,7 +258,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the batch of these rows, as a data loader asks for it."""
         if get_worker_info() is not None:  # not by `worker_init_fn`, which the stock Trainer sets
             set_up_worker_process()
-        places = range(len(self))  # which knows negative numbers, and those that are out of range
+        places = range(len(self))  # negative numbers count from the end, and others raise an IndexError
         samples = [item if isinstance(item, Sample) else Sample(0, stage=None, row=places[item]) for item in items]
         indices = [sample.row for sample in samples]
         keys = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
@@ -264,19 +266,17 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         if self._kept is not None:
             images = self.batch_transform.to_stage_size(_read(self._kept, indices), keys, stage).contiguous()
         else:
-            pairs = zip(self.rows[indices]["image"], keys, strict=True)
-            images = torch.cat([self._decode_and_crop(encoded, key, stage) for encoded, key in pairs])
+            rows = zip(self.rows[indices]["image"], indices, strict=True)
+            decoded = (self.batch_transform.decode(encoded, f"image {row}")[None] for encoded, row in rows)
+            pairs = zip(decoded, keys, strict=True)
+            images = torch.cat([self.batch_transform.to_stage_size(image, key[None], stage) for image, key in pairs])
         labels = self.labels[indices].to(images.device, non_blocking=True)
         return {"pixel_values": images, "labels": labels, "keys": keys, "stage": stage}
-
-    def _decode_and_crop(self, encoded: dict[str, Any] | None, key: NDArray[np.uint64], stage: int | None) -> Tensor:
-        image = self.batch_transform.decode(encoded, f"image {key[1]}")
-        return self.batch_transform.to_stage_size(image[None], key[None], stage)
 
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs, in a stage or, for `None`, in evaluation.
 
-        By default, it is the last stage, which has no augmentation in `training_stages`.
+        The default is the last stage; that of `training_stages` has no augmentation.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
@@ -284,7 +284,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
 
 def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
     """Return kept images (B, 3, height, width), on their device."""
-    # A file is mapped anew by each call; "c" lets torch have the pages without ever writing them back.
+    # "c" is copy-on-write: torch sees an array that it may write to, and the file stays as it is.
     images = torch.from_numpy(np.load(kept, mmap_mode="c")) if isinstance(kept, Path) else kept
     places = torch.tensor(indices).to(images.device, non_blocking=True)
     return images.index_select(0, places).permute(0, 3, 1, 2)
@@ -292,12 +292,13 @@ def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
 
 def _identity(encoded: dict[str, Any] | None) -> bytes:
     """Return bytes that differ if an encoded image does."""
-    if encoded is None:
+    content, path = (None, None) if encoded is None else (encoded["bytes"], encoded["path"])
+    if content is not None:
+        return hashlib.sha256(content).digest()
+    if path is None or not os.path.isfile(path):
         return b""  # decoding raises the error
-    if encoded["bytes"] is not None:
-        return hashlib.sha256(encoded["bytes"]).digest()
-    stat = os.stat(encoded["path"])
-    return f"{encoded['path']} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape")
+    stat = os.stat(path)
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape")
 
 
 def collate(batch: Any) -> Any:
@@ -311,8 +312,8 @@ def set_up_worker_process() -> None:
 
     It ignores Ctrl-C, and exits on SIGTERM only if its main process sent it. Terminals and schedulers signal the whole
     job, but the main process still needs batches to finish its step. The main process's SIGTERM must work: after an
-    exception, multiprocessing ends leftover workers by it. This covers workers that are forked. Spawned ones may end
-    by a SIGTERM from elsewhere, because a thread that started earlier need not block it.
+    exception, multiprocessing ends leftover workers by it. This covers workers that are forked. A spawned one may end
+    by any SIGTERM, if a thread that started earlier does not block it.
     """
     keep_freed_memory()  # so that a batch reuses the memory of the one before
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -49,16 +49,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
         low, high = plain.getextrema()
         if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):  # also refuses NaN
             raise ValueError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode != "RGBA" and "transparency" in image.info:  # a transparent color, which pipelines show as white
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def read_image(file: Any) -> np.ndarray:
     """Return the image in a file as upright RGB pixels, uint8 (height, width, 3)."""
     with Image.open(file) as opened:
-        image = to_rgb(opened)
-    if "transparency" in image.info:  # a color of a palette, which image processors of today show as white
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
-    return np.array(image)
+        return np.array(to_rgb(opened))
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
     left = np.bincount(labels, minlength=len(wanted))
     if (alone := np.flatnonzero(left == 1)).size:
         names = label_names(rows.features["label"])
-        are_numbers = all(map(str.isdigit, names))
+        are_numbers = all(name.lstrip("-").isdigit() for name in names)
         advice = " If they are quantities, write them with a decimal point, such as 3.0." if are_numbers else ""
         raise UserError(
             f"{data}: the class {names[alone[0]]!r} has too few images to cut a "

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.Image import Resampling
 from torch import Tensor
-from transformers import ViTImageProcessor
 
 from ..errors import UserError
 from .exported import to_rgb
@@ -41,6 +41,15 @@ BLOCK = 100  # encoded images that are in memory at once; a photograph may have 
 def local_path(name: str) -> Path:
     """Return the path that a user means: `~` alone or before a user's name is a home directory."""
     return Path(os.path.expanduser(name))  # `Path.expanduser` fails for other names that begin with ~
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name is that of a local file or folder, even if there is none, and not one on the Hub.
+
+    `runs/digits` may be either; beside a folder `runs` it is local.
+    """
+    path, could_be_on_the_hub = local_path(name), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+    return path.exists() or not could_be_on_the_hub or (path.parent != Path() and path.parent.is_dir())
 
 
 def _warn_of_unreadable(error: OSError) -> None:
@@ -116,7 +125,7 @@ def open_image(row: dict[str, Any] | None, name: str) -> Iterator[Image.Image]:
 
 
 def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = None) -> Image.Image:
-    """Decode an encoded image by `to_rgb`, a transparent color as transformers' image processors do.
+    """Decode an encoded image by `to_rgb`.
 
     Where `enough` pixels on each side are sufficient, a larger image is reduced by a whole factor. A JPEG file is then
     decoded in a fraction of the time.
@@ -128,9 +137,6 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
         if enough is not None:
             image.draft(None, (enough, enough))  # without effect on other formats
         image = to_rgb(image)
-        if "transparency" in image.info:  # a color of a palette, which image processors of today show as white
-            as_bytes = ViTImageProcessor(do_convert_rgb=True, do_resize=False, do_rescale=False, do_normalize=False)
-            image = Image.fromarray(np.moveaxis(np.asarray(as_bytes(image)["pixel_values"][0]), 0, -1))
         factor = 1 if enough is None else min(image.size) // (2 * enough)  # as far as a JPEG file is reduced above
         return image.reduce(factor) if factor > 1 else image
 

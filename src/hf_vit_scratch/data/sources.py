@@ -16,10 +16,19 @@ from PIL import Image
 from pyarrow import parquet
 
 from ..errors import UserError, blame_the_files
-from .images import find_image_files, local_path, warn_of_others
+from .images import find_image_files, is_local, local_path, warn_of_others
 from .options import DataArguments
-from .tables import SPLIT_NAMES, divide, find_tables, holds_images, load_tables, parquet_holds_images
-from .targets import class_names
+from .tables import (
+    READERS,
+    SPLIT_NAMES,
+    SPLITS_BY_NAME,
+    divide,
+    find_tables,
+    holds_images,
+    load_tables,
+    parquet_holds_images,
+)
+from .targets import refuse_other_classes
 
 logger = logging.getLogger(__name__)
 # It warns, several times, of a README.md beside parquet files that is none of the Hub.
@@ -62,7 +71,7 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
 def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
     """Load parquet files that hold the images themselves, or a dataset on the Hub."""
     data, streaming = args.data, args.streaming
-    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+    if not path.exists() and is_local(data):
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
         )
@@ -136,14 +145,9 @@ def _check_parquet(folder: Path, args: DataArguments) -> None:
         files = [Path(file) for files in (builder.config.data_files or {}).values() for file in files]
         features = [Features.from_arrow_schema(parquet.read_schema(file)) for file in files]
     columns = {name for own in features for name in own}
-    for column in args.label_column or sorted(columns & {"label", "labels"} or columns):
-        classes = {file: class_names(own[column]) for file, own in zip(files, features, strict=True) if column in own}
-        for file, names in classes.items():
-            if names != (first := next(iter(classes.values()))):
-                raise UserError(
-                    f"{file}: the classes of the column {column!r} are {names}, but those of another file are "
-                    f"{first}. Write all files with the same names, in the same order."
-                )
+    chosen = [args.label_column] if isinstance(args.label_column, str) else args.label_column
+    chosen = chosen or sorted(columns & {"label", "labels"} or columns)
+    refuse_other_classes(str(folder), dict(zip(files, features, strict=True)), chosen)
     used = {file.resolve() for file in files}
     left = [file for file in _parquet_files(folder) if file.resolve() not in used]
     if left and len(builder.builder_configs) < 2:
@@ -155,10 +159,15 @@ def _check_parquet(folder: Path, args: DataArguments) -> None:
 
 def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:
     """Load a folder with a folder of images per class, or without labels with images anywhere, or splits of such."""
-    splits = _split_folders(root, labelled)
+    splits = _folders_of_splits(root)
+    if "train" not in splits or (labelled and not _subfolders(splits["train"])):  # a class may be called train
+        splits = {"train": root}
     names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
     source = {}
     for split, folder in splits.items():
+        if labelled and split != "train" and not _subfolders(folder):
+            logger.warning("%s: the split %r has no labels and is not used.", root, split)
+            continue
         if links := [] if args.follow_links else [name for name in names if name and (folder / name).is_symlink()]:
             raise UserError(f"{folder / links[0]} leads to {(folder / links[0]).resolve()}. {FOLLOW}")
         found = {name: find_image_files(folder / name, "follow" if args.follow_links else "refuse") for name in names}
@@ -198,13 +207,6 @@ def _folders_of_splits(root: Path) -> dict[str, Path]:
     return {split: found[name] for split, names in SPLIT_NAMES.items() for name in reversed(names) if name in found}
 
 
-def _split_folders(root: Path, labelled: bool) -> dict[str, Path]:
-    """Return the folders inside a folder that are its splits, by their names, else the whole folder as train."""
-    splits = _folders_of_splits(root)
-    has_splits = "train" in splits and (not labelled or _subfolders(splits["train"]))  # a class may be called train
-    return splits if has_splits else {"train": root}
-
-
 def _check_class_folders(
     folder: Path, files: list[tuple[Path, str]], names: list[str], train: Path, nested: bool
 ) -> None:
@@ -216,7 +218,7 @@ def _check_class_folders(
             "inside them holds the images of one thing. To evaluate, give the folder of one split."
             + (f" If the folders in {names[0]} are the classes, give {folder / names[0]}." if len(names) == 1 else "")
         )
-    splits = {name for _, name in files if any(name.lower() in others for others in SPLIT_NAMES.values())}
+    splits = {name for _, name in files if name.lower() in SPLITS_BY_NAME}
     if wrong := [name for name in splits if {*_subfolders(folder / name)} & {*names}]:
         raise UserError(
             f"{folder}: {wrong[0]} holds folders of classes, but there is no folder train. If it is a split, move "
@@ -226,7 +228,7 @@ def _check_class_folders(
         found = "there are no images."
         if loose := len(find_image_files(folder)[0]):
             found = f"none of its {loose} images is in a class folder. If {folder.name} is one, give the folder above."
-        if tables := [path for suffix in (".csv", ".jsonl", ".parquet") for path in sorted(folder.glob(f"*{suffix}"))]:
+        if tables := [path for suffix in READERS for path in sorted(folder.glob(f"*{suffix}"))]:
             found += f" If {tables[0].name} lists them, give {tables[0]}."
         raise UserError(
             f"{folder}: {found} The folder must hold one folder per class with images in it, such as cat/1.jpg and "

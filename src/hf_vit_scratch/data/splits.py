@@ -276,7 +276,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         return DatasetDict(
             {name: rows.add_column("label", [0] * len(rows), feature=one) for name, rows in source.items()}
         )
-    refuse_other_classes(data, source, args.train_split, labels)
+    refuse_other_classes(data, {split: rows.features for split, rows in source.items()}, labels)
     return encode_labels(data, source, args.train_split, labels, complete, args.label_separator)
 
 

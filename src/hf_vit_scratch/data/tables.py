@@ -33,10 +33,12 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
 
     Cells such as None, 007 and 1E1 stay texts, and so do lists with this separator, such as 1,2.
     """
-    with file.open(encoding="utf-8-sig") as lines:
-        header = lines.readline()
+    try:
+        header = file.read_text(encoding="utf-8-sig").partition("\n")[0]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} must be a text in UTF-8 ({error}). Save it as one.") from error
     options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False, "index_col": False}
-    options["sep"] = ";" if ";" in header and "," not in header else ","
+    options["sep"] = max(",;\t", key=header.count)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
@@ -47,14 +49,14 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
             f"{file}: a row has more cells than the header, or its quotes stay open ({reason}). Name all columns in "
             "the header, and put texts with commas in quotes."
         ) from error
-    points = any(text[name].str.fullmatch(r"-?\d*\.\d+").any() for name in text)
-    options["decimal"] = "," if options["sep"] == ";" and not points else "."  # as some spreadsheets write it
+    points = any(text[name].str.fullmatch(r"\s*[+-]?\d*\.\d+([eE][+-]?\d+)?\s*").any() for name in text)
+    options["decimal"] = "," if options["sep"] != "," and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
     for name in table.select_dtypes("number"):
         several = separator is not None and text[name].str.contains(separator, regex=False).any()
         if several or text[name].str.match(r"\s*-?(0\d|\d+[eE]\d)").any():
             table[name] = text[name]
-    return Dataset.from_pandas(table)
+    return Dataset.from_pandas(table.dropna(how="all"), preserve_index=False)
 
 
 READERS: dict[str, Callable[[Path, str | None], Dataset]] = {

@@ -7,8 +7,8 @@ List(ClassLabel)               multi_label_classification   zeros and ones, int8
 
 import math
 import re
-from collections.abc import Sequence
-from itertools import chain, compress, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress
 from typing import Any, Literal
 
 import numpy as np
@@ -29,9 +29,9 @@ def problem_type(feature: Any) -> ProblemType:
     return "multi_label_classification" if hasattr(feature, "feature") else "single_label_classification"
 
 
-def label_names(feature: Any) -> list[str]:
-    """Return the names of the classes, labels or numbers."""
-    return list(feature) if isinstance(feature, dict) else getattr(feature, "feature", feature).names
+def label_names(feature: Any) -> Any:
+    """Return the names of the classes, labels or numbers of a column; `None` if it has none."""
+    return list(feature) if isinstance(feature, dict) else getattr(getattr(feature, "feature", feature), "names", None)
 
 
 def describe(feature: Any) -> str:
@@ -72,47 +72,39 @@ def class_counts(rows: Dataset) -> NDArray[np.int64]:
     return targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=number)
 
 
-def imbalance(rows: Dataset) -> str | None:
-    """Return what to try if the rarest of single classes has less than a tenth of the images of the commonest."""
+def label_problems(rows: Dataset, *, weighted: bool, is_trained: bool) -> Iterator[str]:
+    """Yield what to try if classes look like several labels each, as `cat;night` does, or have few images.
+
+    Rare classes are no problem if they are `weighted`, and few images none for a model that is trained already.
+    """
     feature, counts = rows.features["label"], class_counts(rows)
-    rarest, commonest = int(counts.argmin()), int(counts.argmax())
-    if not isinstance(feature, ClassLabel) or counts[rarest] * 10 >= counts[commonest]:
-        return None
-    (rare, few), (common, many) = ((feature.names[place], counts[place]) for place in (rarest, commonest))
-    return (
-        f"{rare!r} has {few} training images, {common!r} {many}: accuracy will hardly show the rare class. Try "
-        "--class_weighting balanced, and compare the balanced accuracy on ten test images or more of each class."
-    )
-
-
-def joined_labels(rows: Dataset) -> str | None:
-    """Return what to try if the names of single classes look like several labels each, such as `cat;night`."""
-    names = label_names(rows.features["label"])
-    for separator in ";|," if isinstance(rows.features["label"], ClassLabel) else "":
+    names = label_names(feature)
+    for separator in ";|," if isinstance(feature, ClassLabel) else "":
         parts = {*chain(*(split_names(name, separator) for name in names))}
         if len(parts) <= len(names) and sum(separator in name for name in names) > len(names) / 2:
             joined = next(name for name in names if separator in name)
-            return (
+            yield (
                 f"{joined!r} is one class, though it looks like several labels. If each image can have several, "
                 f"give --label_separator '{separator}'."
             )
-    return None
+            break
+    rare, common = int(counts.argmin()), int(counts.argmax())
+    if isinstance(feature, ClassLabel) and not weighted and counts[rare] * 10 < counts[common]:
+        yield (
+            f"{names[rare]!r} has {counts[rare]} training images, {names[common]!r} {counts[common]}: accuracy will "
+            "hardly show the rare class. Try --class_weighting balanced, and compare the balanced accuracy on ten "
+            "test images or more of each class."
+        )
+    if not is_trained and counts.mean() <= FEW_IMAGES:
+        yield (
+            f"There are {counts.mean():.0f} training images per class or label on average, too few for a new model. "
+            "Start from a trained one: vit-scratch train finetune --data FOLDER --model MODEL."
+        )
 
 
 def split_names(text: str, separator: str) -> list[str]:
     """Return the labels that a cell of a table holds, also one such as `["cat", "night"]`."""
     return [name for part in text.split(separator) if (name := part.strip(" []\"'"))]
-
-
-def scarcity(rows: Dataset) -> str | None:
-    """Return what to try if classes have so few images that a new model cannot learn them."""
-    mean = float(class_counts(rows).mean())
-    if mean > FEW_IMAGES:
-        return None
-    return (
-        f"There are {mean:.0f} training images per class or label on average, too few for a new model. Start from a "
-        "trained one: vit-scratch train finetune --data FOLDER --model MODEL."
-    )
 
 
 def is_valid(feature: Any, label: Any) -> bool:
@@ -145,13 +137,13 @@ def encode_labels(
     for split, rows in table.items():
         if split != train and _holds(features[0], "int") and {*rows} == {(-1,)} and (-1,) not in table[train]:
             table[split] = [(None,)] * len(rows)  # it has no labels, as on the Hub
-    is_class = len(columns) == 1 and isinstance(first, ClassLabel)
+    is_list = len(columns) > 1 or hasattr(features[0], "feature")
+    is_class = not is_list and isinstance(first, ClassLabel)
     if is_class:  # whose names will be split
         names, first = dict(enumerate(first.names)), Value("string")
         table = {split: [(names.get(row[0]),) for row in rows] for split, rows in table.items()}
-    is_list = len(columns) > 1 or hasattr(features[0], "feature")
-    kinds = [kind for kind in ("string", "int") if any(_holds(x.features[columns[0]], kind) for x in source.values())]
-    if not is_list and len(kinds) > 1:  # in the table of one split, each name may be a whole number
+    if not is_list and isinstance(first, Value) and any(isinstance(row[0], str) for row in chain(*table.values())):
+        # In the table of one split, all names may look like numbers, or be true and false.
         table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
         first = Value("string")
     held = ", ".join(f"{name!r} holds {one}" for name, one in zip(columns, features, strict=True))
@@ -159,9 +151,8 @@ def encode_labels(
         if is_list or not _holds(first, "string"):
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
         for split, rows in table.items():  # an empty cell has none of the labels, but an empty column is not labelled
-            unknown = is_class or (split != train and all(row == (None,) for row in rows))
-            texts = [None if unknown and row[0] is None else row[0] or "" for row in rows]
-            table[split] = [(text if text is None else split_names(text, separator),) for text in texts]
+            empty: Any = [] if not is_class and (split == train or {*rows} != {(None,)}) else None
+            table[split] = [(split_names(row[0], separator) if row[0] else empty,) for row in rows]
         is_list = True
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
         lists: dict[str, list[Any]] = {
@@ -189,20 +180,17 @@ def encode_labels(
     })  # fmt: skip
 
 
-def class_names(feature: Any) -> list[str] | None:
-    """Return the names of the classes of a column, or of its lists of classes, if it has any."""
-    return getattr(getattr(feature, "feature", feature), "names", None)
-
-
-def refuse_other_classes(data: str, source: Any, train: str, columns: list[str]) -> None:
-    """Refuse class ids that have other names in another split."""
-    for column, (split, rows) in product(columns, source.items()):
-        first, names = (class_names((one.features or {}).get(column)) for one in (source[train], rows))
-        if rows.features and names != first:
-            raise UserError(
-                f"{data}: in the column {column!r}, the classes of {split} are {names or 'not named'}, but those of "
-                f"{train} are {first or 'not named'}. Write all splits with the same names, in the same order."
-            )
+def refuse_other_classes(data: str, parts: dict[Any, Any], columns: Iterable[str]) -> None:
+    """Refuse class ids that have other names in another split or file, by the features of each, if they are known."""
+    for column in columns:
+        names = {part: label_names(own[column]) for part, own in parts.items() if own and column in own}
+        for part, found in names.items():
+            first = next(iter(names))
+            if found != names[first]:
+                raise UserError(
+                    f"{data}: in the column {column!r}, the classes of {part} are {found or 'not named'}, but those "
+                    f"of {first} are {names[first] or 'not named'}. Write all with the same names, in the same order."
+                )
 
 
 def _number_names(

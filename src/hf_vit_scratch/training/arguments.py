@@ -22,6 +22,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "prediction_loss_only": (False, "the report needs the answers"),
     "ignore_data_skip": (False, "a resumed run goes on with the images that are left"),
     "eval_do_concat_batches": (True, "the metrics are of all images together"),
+    "batch_eval_metrics": (False, "the metrics are of all images together"),
     "label_names": (None, "they follow from the task"),
     "enable_jit_checkpoint": (False, "SIGTERM saves a checkpoint anyway"),
     "debug": ("", "it cannot be written into a recipe"),
@@ -30,7 +31,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
 }
 MASKED_LABELS = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
-IN_A_COPY = {"debug": [], "label_names": MASKED_LABELS}  # what becomes of the values above
+IN_A_COPY = {"debug": [], "label_names": MASKED_LABELS}  # the values above, in a copy by `dataclasses.replace`
 
 
 @dataclass
@@ -153,7 +154,7 @@ class ViTTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
             given = getattr(self, name)
-            if given != value and given != IN_A_COPY.get(name, value):
+            if given not in (value, IN_A_COPY.get(name, value)):
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}. Leave it out.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
@@ -174,7 +175,6 @@ class ViTTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             # Without this, processes that torchrun starts do not find each other, and each would train alone.
             self.use_cpu = True
-            self.dataloader_pin_memory = False  # it would only warn
         super().__post_init__()
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.split_batches or accelerator_config.dispatch_batches:

@@ -100,8 +100,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
     choose(f"about a quarter of {number} images, or less", per_device_train_batch_size=batch_size)
     images_at_once = training.train_batch_size * training.world_size
     rest = number % images_at_once
-    # A resumed run repeats what was chosen, also if its batch has shrunk since.
-    if 0 < rest < min(number, images_at_once / 2) and not training.resume_from_checkpoint:
+    if 0 < rest < min(number, images_at_once / 2):
         reason = (
             f"the last {rest} images of each pass, different ones each time, are left out: they would change the "
             "weights as much as a full batch"
@@ -145,7 +144,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     seen = f"{passes:.0f} passes over the same images"
     reason = f"{seen}; from {PASSES_FOR_POLICY} on, random operations (a policy)"
     choose(reason, auto_augment="trivialaugment" if changes else "none")
-    if args.augmentation.auto_augment != "none":  # 0.0 is recorded, too: a resumed run must not choose anew
+    if args.augmentation.auto_augment != "none":  # 0.0 is recorded, too: a repeated run must not choose anew
         choose(reason, policy_start_fraction=POLICY_START if changes else 0.0)
     images_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = passes * math.ceil(visited / images_per_step)
@@ -164,7 +163,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     pays = f"it pays in {MINUTES_TO_COMPILE} minutes of training or more, on a CPU with a C++ compiler"
     if not {"torch_compile_mode", "torch_compile_backend"} & recipe.settings.keys():  # which ask for it
         choose(f"{expected:.1f} minutes; {pays}", torch_compile=compiles)
-    if not training.check and not training.resume_from_checkpoint:  # they tell the time themselves
+    if not training.check:  # which tells the time itself
         logger.info(
             "Training will take about %.1f minutes: about %.0f passes over %d images, %.0f a second on average.",
             expected, passes, number, TIME_FOR_STEPS * speed,
@@ -174,7 +173,7 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
 def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe) -> float:
     """Measure the speed with smaller batches, and more of them per step, until the device has memory for them."""
     training, names = args.training, {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    is_given = bool(names & recipe.values("recipe", "flag").keys()) or training.resume_from_checkpoint is not None
+    is_given = bool(names & recipe.values("recipe", "flag").keys())
     while True:
         batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
         stays = is_given or batch == 1 or training.world_size > 1  # other processes would wait
@@ -219,8 +218,7 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
         model = ViTScratchForImageClassification(config).train()
         model.to(device)
         freeze(model, training.freeze_layers)
-        if getattr(training, "activation_checkpointing", False) or training.gradient_checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its old name
+        checkpoint_activations(model, training)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer = build_optimizer(model, training, torch.optim.AdamW, {"fused": True})
@@ -238,6 +236,12 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
 
         speed = of_first_process(images_per_second(step, SECONDS))  # all measure at once, as in training
     return speed * training.world_size * faster
+
+
+def checkpoint_activations(model: Any, training: ViTTrainingArguments) -> None:
+    """Save memory if the arguments ask for it. The stock Trainer does so when training begins, after a check."""
+    if training.gradient_checkpointing:  # also for its new name
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its old name
 
 
 def images_per_second(step: Callable[[], int], seconds: float) -> float:

@@ -1,6 +1,5 @@
 """An exponential moving average of the weights."""
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,16 +29,14 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
-        self.module, self.n_averaged = copy.deepcopy(model), steps
+        self._averages, self.n_averaged = [parameter.detach().clone() for parameter in model.parameters()], steps
         self._decay, self._is_swapped = decay, False
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Add the weights after a step; torch's `AveragedModel` would wait for the device."""
-        averages, weights = ([parameter.data for parameter in one.parameters()] for one in (self.module, model))
-        get_ema_multi_avg_fn(self._decay if self.n_averaged else 0.0)(averages, weights, self.n_averaged)
-        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            average.copy_(buffer)
+        weights = [parameter.data for parameter in model.parameters()]
+        get_ema_multi_avg_fn(self._decay if self.n_averaged else 0.0)(self._averages, weights, self.n_averaged)
         self.n_averaged += 1
 
     @classmethod
@@ -73,9 +70,8 @@ class EMA:
 
     def swap(self, model: nn.Module) -> None:
         """Exchange the weights of a model and their average."""
-        averages = dict(self.module.named_parameters())
-        for name, parameter in model.named_parameters():
-            parameter.data, averages[name].data = averages[name].data, parameter.data
+        for place, parameter in enumerate(model.parameters()):
+            parameter.data, self._averages[place] = self._averages[place], parameter.data
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:

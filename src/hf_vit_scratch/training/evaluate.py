@@ -29,7 +29,7 @@ from ..conversion.export import FILES, labels_and_type
 from ..conversion.export_proof import evaluate_scores, scores_of_export
 from ..data import exported
 from ..data.dataset import BatchTransform, ImageClassificationDataset
-from ..data.images import images_of, local_path
+from ..data.images import images_of, is_local, local_path
 from ..data.options import DataArguments
 from ..data.splits import absolute, count_learnt, find_split, load_split, with_names
 from ..data.targets import targets_of
@@ -100,7 +100,7 @@ def open_run(
     folder = path.parent if path.is_file() else path  # of an export
     # The folders of checkpoints and exports are in that of their run.
     run = next((place for place in (folder, folder.resolve().parent) if (place / RECIPE).is_file()), None)
-    if not path.exists() and path.parent != Path() and path.parent.is_dir():  # else it may be a name on the Hub
+    if not path.exists() and is_local(model):
         raise UserError(f"{model}: there is no such file or folder. Give a saved model, or the file of an export.")
     if run is None and data is None:
         raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")

@@ -132,12 +132,11 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
         allow_abbrev=False,
         exit_on_error=False,  # an error would print the usage of 140 flags
     )
-    names = [flag.name for argument_type in ARGUMENT_TYPES for flag in fields(argument_type)]
-    _refuse_unknown(given, names, str(recipe_path), program)
-    flags, recipe = _explicit(parser, names, argv, "the command line"), Recipe()
+    _refuse_unknown(given, str(recipe_path), program)
+    flags, recipe = _explicit(parser, argv, "the command line"), Recipe()
     # A recipe is a command line: the same types, the same checks.
     recipe_argv = [argument for key, value in given.items() for argument in _as_arguments(key, value)]
-    values = _explicit(parser, names, recipe_argv, str(recipe_path))
+    values = _explicit(parser, recipe_argv, str(recipe_path))
     without = DEFAULTS | ViTScratchConfig().to_dict() | values
     changed = [name for name, value in flags.items() if value not in (None, without.get(name))]
     replaced = set().union(*(BELONGS_TO.get(name, ()) for name in changed))
@@ -152,7 +151,9 @@ def parse_recipe(argv: Sequence[str], program: str = "vit-scratch train") -> tup
         parsed = parser.parse_dict(recipe.values())
     recipe.settings.pop("resume_from_checkpoint", None)  # the saved recipe starts a run afresh
     unset = {name for name, value in vars(parsed[0]).items() if value is None}  # the model's configuration decides
-    recipe.settings = {name: recipe.settings[name] for name in names if name in recipe.settings and name not in unset}
+    recipe.settings = {
+        name: recipe.settings[name] for name in DEFAULTS if name in recipe.settings and name not in unset
+    }
     return Arguments(*parsed), recipe
 
 
@@ -160,13 +161,10 @@ def model_config(
     args: ModelArguments, label_names: Sequence[str], start: ViTScratchConfig | None = None
 ) -> ViTScratchConfig:
     """Return the configuration that the flags describe, based on that of a starting model if there is one."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: _plain(value) for name, value in vars(args).items() if value is not None}
     model = given.pop("model", None)
-    for name in ("image_size", "patch_size"):
-        if name in given and len(given[name]) == 1:
-            given[name] = given[name][0]
     fixed = {name: getattr(start, name) for name in given if name in ARCHITECTURE} if start else {}
-    if wrong := [name for name, saved in fixed.items() if _plain(given[name]) != _plain(saved)]:
+    if wrong := [name for name, saved in fixed.items() if given[name] != _plain(saved)]:
         listed = ", ".join(f"{name} {given[name]} (saved: {fixed[name]})" for name in wrong)
         raise UserError(f"--model {model} does not fit: {listed}. Leave these out: the saved model has its own.")
     given["id2label"] = dict(enumerate(label_names))
@@ -215,7 +213,7 @@ def _parsed(text: Any) -> Any:
         return text
 
 
-def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], source: str) -> dict[str, Any]:
+def _explicit(parser: HfArgumentParser, argv: Sequence[str], source: str) -> dict[str, Any]:
     """Return the flags that `argv` sets, with their values; the default for `null`."""
     unset, kept, null = object(), list[str](), list[str]()
     for argument in argv:
@@ -226,7 +224,7 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
         else:
             kept.append(argument)
     try:
-        found, unknown = parser.parse_known_args(kept, Namespace(**dict.fromkeys(names, unset)))
+        found, unknown = parser.parse_known_args(kept, Namespace(**dict.fromkeys(DEFAULTS, unset)))
     except ArgumentError as error:
         raise UserError(f"{source}: {str(error).rstrip('.')}. Run {parser.prog} --help for the flags.") from error
     null = [argument.removeprefix("--").replace("-", "_") for argument in null]
@@ -234,14 +232,16 @@ def _explicit(parser: HfArgumentParser, names: list[str], argv: Sequence[str], s
         advice = "Flags begin with --, and a value with spaces needs quotes."
         raise UserError(f"{source}: unexpected {unknown[0]!r}. {advice}")
     given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
-    _refuse_unknown([*null, *given], names, source, parser.prog)
+    _refuse_unknown([*null, *given], source, parser.prog)
     defaults = {name: parser.get_default(name) for name in null}
     return {name: value for name, value in vars(found).items() if value is not unset} | defaults
 
 
-def _refuse_unknown(given: Iterable[str], names: list[str], source: str, program: str) -> None:
-    if unknown := [name for name in given if name not in names]:
-        guess = "".join(f" Did you mean {match}?" for match in difflib.get_close_matches(unknown[0], names, n=1))
+def _refuse_unknown(given: Iterable[str], source: str, program: str) -> None:
+    if unknown := [name for name in given if name not in DEFAULTS]:
+        text = unknown[0].replace("-", "_")  # perhaps epochs, the end of num_train_epochs
+        near = [flag for flag in DEFAULTS if flag.endswith(f"_{text}")] or difflib.get_close_matches(text, DEFAULTS, 1)
+        guess = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"{source}: unknown flag {unknown[0]!r}.{guess} Run {program} --help for the flags.")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..data.dataset import ImageClassificationDataset
 from ..data.groups import LISTING
 from ..data.images import denormalize
-from ..data.targets import class_counts, imbalance, joined_labels, label_names, problem_type, targets_of
+from ..data.targets import class_counts, label_names, label_problems, problem_type, targets_of
 from ..evaluation.figures import plot_images
 from ..evaluation.metrics import problem_type_of
 from .auto_config import images_in_pass, images_per_second, planned_passes, sizes_and_modes
@@ -53,7 +53,7 @@ def check(trainer: ViTTrainer, splits: DatasetDict) -> bool:
 
 
 def _labels(splits: DatasetDict, trainer: ViTTrainer) -> list[str]:
-    problems, mixing = [], cast(Any, trainer.train_dataset).batch_transform.mixing
+    problems, mixing = list[str](), cast(Any, trainer.train_dataset).batch_transform.mixing
     feature = splits["train"].features["label"]
     names = label_names(feature)
     for split, rows in splits.items():
@@ -70,9 +70,8 @@ def _labels(splits: DatasetDict, trainer: ViTTrainer) -> list[str]:
         if split != "train":
             continue
         weighted = trainer.args.balanced_sampling or (mixing and mixing.class_weights is not None)
-        if problem := joined_labels(rows) or (None if weighted else imbalance(rows)):
-            problems.append(problem)
-        elif counts[rarest] < 10:
+        problems += label_problems(rows, weighted=weighted, is_trained=True)  # of few images, the next line tells
+        if not problems and counts[rarest] < 10:
             problems.append(f"{names[rarest]!r} has only {counts[rarest]} training images.")
     return problems
 
@@ -102,13 +101,16 @@ def _overfit(trainer: ViTTrainer) -> list[str]:
     batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(OVERFIT_IMAGES, seed=1, stage=None)
     pixel_values, labels = (batch[name].to(trainer.args.device) for name in ("pixel_values", "labels"))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
-    accuracy = 0.0
+    accuracy, size = 0.0, trainer.args.train_batch_size  # for which there is memory
     for step in range(1, MAX_STEPS + 1):  # noqa: B007
-        output = trainer.model(pixel_values, labels=labels)
-        accuracy = _is_right(output.logits, labels).float().mean().item()
+        logits = []
+        for images, targets in zip(pixel_values.split(size), labels.split(size), strict=True):
+            output = trainer.model(images, labels=targets)
+            (output.loss * len(targets) / len(labels)).backward()
+            logits.append(output.logits.detach())
+        accuracy = _is_right(torch.cat(logits), labels).float().mean().item()
         if accuracy >= 0.99:
             break
-        output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     print(f"By heart   {accuracy:.0%} of {len(labels)} training images after {step} steps of AdamW at 1e-3")
@@ -139,14 +141,18 @@ def _trial(trainer: ViTTrainer) -> list[str]:
     while (progress := (time.perf_counter() - start) / TRIAL_SECONDS) < 1:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, 2 * progress)
-        batch = trainer._prepare_inputs(next(loader))
-        with trainer.accelerator.autocast():
-            loss = trainer.model(**batch).loss
-        loss.backward()
-        optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        images += len(batch["pixel_values"])
+        batches = [trainer._prepare_inputs(next(loader)) for _ in range(trainer.args.gradient_accumulation_steps)]
+        losses.append(0.0)
+        for batch in batches:
+            with trainer.accelerator.autocast():
+                loss = trainer.model(**batch).loss / len(batches)
+            loss.backward()
+            losses[-1] += loss.item()
+            images += len(batch["pixel_values"])
+        if trainer.args.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+        optimizer.step()
     part = math.ceil(len(losses) / 10)
     first, last = np.mean(losses[:part]), np.mean(losses[-part:])
     moves = last < (1 - MIN_RELATIVE_GAIN) * first

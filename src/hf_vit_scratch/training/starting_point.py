@@ -24,11 +24,6 @@ def load_starting_model(args: Arguments) -> LoadedModel | None:
     """
     name, training = args.model.model, args.training
     if name is None or not is_starting_model(name):
-        if training.freeze_layers is not None or training.layer_decay != 1:
-            raise UserError(
-                "The recipe finetune and the flags freeze_layers and layer_decay need a trained model, but --model is "
-                f"{name or 'not given'}. Give its folder, its weights file, or its name on the Hub or in timm."
-            )
         return None
     from ..conversion.convert import load  # a quarter of a second, which most runs need not spend
 

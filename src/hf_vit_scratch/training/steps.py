@@ -27,16 +27,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import absolute, count_learnt, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..data.targets import (
-    class_counts,
-    describe,
-    imbalance,
-    joined_labels,
-    label_names,
-    problem_type,
-    scarcity,
-    targets_of,
-)
+from ..data.targets import class_counts, describe, label_names, label_problems, problem_type, targets_of
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics
 from ..model.configuration_vit_scratch import ViTScratchConfig
@@ -47,7 +38,7 @@ from ..model.modeling_vit_scratch import (
 )
 from ..speed import hardware
 from . import auto_config
-from .arguments import DEFAULTS, Arguments, ViTTrainingArguments, refuse_beside, set_fields
+from .arguments import DEFAULTS, Arguments, ViTTrainingArguments, is_starting_model, refuse_beside, set_fields
 from .calibration import calibrate
 from .checkpointing import describe_last_checkpoint
 from .initial_weights import NUM_PATCHES, start_local_attention, whiten_patches
@@ -66,19 +57,25 @@ def is_masked(args: Arguments) -> bool:
 
 def check_and_seed(args: Arguments, recipe: Recipe) -> None:
     """Check what no other step checks, and seed all random numbers: the first weights are part of the run."""
-    if args.training.fit_to_images and "data" not in recipe.settings:
+    model, training = args.model.model, args.training
+    if training.fit_to_images and "data" not in recipe.settings:
         raise UserError("This recipe is for images of your own: add --data FOLDER.")
+    if (training.freeze_layers is not None or training.layer_decay != 1) and not is_starting_model(model):
+        raise UserError(
+            "The recipe finetune and the flags freeze_layers and layer_decay need a trained model, but --model is "
+            f"{model or 'not given'}. Give its folder, its weights file, or its name on the Hub or in timm."
+        )
     if is_masked(args):
         names = ("streaming", "check", "eval_tta", "mixup_alpha", "cutmix_alpha", "label_smoothing_factor")
         others = ("class_weighting", "balanced_sampling", "target_accuracy")
         refuse_beside(args, "--task masked-image-modeling", *names, *others)
-    if args.model.attn_implementation is not None and args.training.speed_choice != "plain":
+    if args.model.attn_implementation is not None and training.speed_choice != "plain":
         refuse_beside(args, "--attn_implementation", "speed_choice")
-    if args.training.balanced_sampling:
+    if training.balanced_sampling:
         refuse_beside(args, "--balanced_sampling", "class_weighting")
     _refuse_idle_flags(args, recipe)
     with blame_the_user():
-        set_seed(args.training.seed)
+        set_seed(training.seed)
 
 
 def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
@@ -136,9 +133,9 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     """Choose what nobody has set, by the images and by the machine, and log each choice with its reason.
 
     The choices are set in the arguments, and added to the recipe. Each leaves alone what is chosen already, so the
-    order matters: those of the run that is resumed; the starting model, which has sizes; the sizes; the configuration;
-    its loss; the precision; and last the length, for which the speed is measured. Returns the configuration, and the
-    trained model to start from, or `None`.
+    order matters: those of the run that is resumed, sizes and length among them; the starting model, which has sizes;
+    the sizes; the configuration; its loss; the precision; and last the length, for which the speed is measured.
+    Returns the configuration, and the trained model to start from, or `None`.
     """
     training, recipe.data = args.training, absolute(args.data.data)
     recipe.processes = training.world_size
@@ -150,7 +147,8 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         _warn_of_other_splits(Path(str(args.model.model)), recipe, splits["test"])
     if recipe.left_out:
         logger.info("Left out of the recipe, because a flag replaces it: %s", ", ".join(recipe.left_out))
-    if training.fit_to_images:
+    chooses = training.fit_to_images and not training.resume_from_checkpoint
+    if chooses:
         auto_config.fit_sizes(args, splits["train"], recipe)
     names = label_names(splits["validation"].features["label"])
     config = model_config(args.model, names, None if start is None else start.model.config)
@@ -165,7 +163,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
     recipe.machine_choices = hardware.choose(training, recipe.settings.keys())
     if args.model.attn_implementation is not None:
         training.speed_choice = "plain"
-    if training.fit_to_images:
+    if chooses:
         with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
             auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
@@ -242,9 +240,8 @@ def fit_to_labels(
             raise UserError("--label_smoothing_factor is for classes, but the labels are numbers. Leave it out.")
         training.label_smoothing_factor = 0.0  # of a recipe that suits classes, too
     elif isinstance(rows, Dataset) and not training.check:  # which says it among its problems
-        for problem in (joined_labels(rows), None if weighted else imbalance(rows), None if start else scarcity(rows)):
-            if problem:
-                logger.warning(problem)
+        for problem in label_problems(rows, weighted=weighted, is_trained=start is not None):
+            logger.warning(problem)
 
 
 def build_image_processor(config: ViTScratchConfig, start: LoadedModel | None) -> ViTImageProcessor:
@@ -323,6 +320,7 @@ def build_trainer(
             compute_metrics=None if masked else compute_metrics,
             stage=stage,
         )
+    auto_config.checkpoint_activations(model, training)
     logger.info(
         "%.2fM parameters; %s; %s; training on %s",
         model.num_parameters() / 1e6,

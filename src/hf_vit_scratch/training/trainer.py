@@ -70,7 +70,7 @@ class _Hooks(TrainerCallback):
         if args.early_stopping_patience is not None:
             # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
-            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # without an entry, saving fails
+            saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # saving needs one
             vars(trainer.early_stopping).update(saved)
             control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
         finished = state.global_step >= state.max_steps or trainer.clock.progress >= 1 or control.should_training_stop
@@ -94,8 +94,8 @@ class _Hooks(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A stop within an epoch comes here, too; `on_step_end` has saved. At the end of an epoch or of the training,
-        # evaluate, and save the result. A resumed run that was finished sees no batch: it neither evaluates nor saves.
+        # A stop within an epoch fires this event, too, after `on_step_end` has saved. Only at the end of an epoch or
+        # of the training, evaluate and save again. A resumed run that was finished sees no batch: do neither.
         if self.trainer.stopped or not self.trainer.has_seen_batch:
             is_whole = state.epoch % 1 == 0 or state.global_step >= state.max_steps or self.trainer.clock.progress >= 1
             control.should_evaluate &= self.trainer.has_seen_batch and is_whole
@@ -110,7 +110,7 @@ class _Hooks(TrainerCallback):
         # The stock Trainer pushes a checkpoint without the model's code and our card.
         trainer, output_dir = self.trainer, Path(args.output_dir)
         if trainer.is_in_train and trainer.pushed_checkpoint is not None and state.is_world_process_zero:
-            trainer._finish_current_push()  # it still reads the files that are replaced below
+            trainer._finish_current_push()  # the push before may still read the files that are replaced here
             for code in trainer.pushed_checkpoint.glob("*.py"):
                 shutil.copyfile(code, output_dir / code.name)
             trainer.create_model_card()
@@ -126,8 +126,8 @@ class ViTTrainer(Trainer):
     Args:
         model, args, others, kwargs: As for the stock Trainer, but `args` must be `ViTTrainingArguments`.
         data_collator: Gets a whole batch of `ImageClassificationDataset`, not rows.
-        stage: Function from the share of training that is done, 0 to 1, to the index of the training stage: the second
-            result of `training_stages`. Not needed if there is only one, or for a stream, which has its own.
+        stage: Function from the progress of training, 0 to 1, to the index of the stage: the second result of
+            `training_stages`. Not needed for one stage, or for a stream, which has its own.
     """
 
     args: ViTTrainingArguments
@@ -154,11 +154,11 @@ class ViTTrainer(Trainer):
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
-        train, is_ours = self.train_dataset, isinstance(self.train_dataset, ImageClassificationDataset)
-        if self.args.balanced_sampling and train is not None and not (is_ours and cast(Any, train).labels.ndim == 1):
+        train = self.train_dataset
+        ours = train if isinstance(train, ImageClassificationDataset) else None
+        if self.args.balanced_sampling and train is not None and (ours is None or ours.labels.ndim > 1):
             raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
-        stages = getattr(getattr(self.train_dataset, "batch_transform", None), "stages", ())
-        if stage is None and len(stages) > 1 and isinstance(self.train_dataset, ImageClassificationDataset):
+        if stage is None and ours is not None and len(ours.batch_transform.stages) > 1:
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
         self.stage = stage or (lambda progress: 0)
         self.sampler: EpochSampler | None = None
@@ -181,10 +181,10 @@ class ViTTrainer(Trainer):
                 raise UserError("early_stopping_patience adds an EarlyStoppingCallback. Leave one of them out.")
             self.add_callback(self.early_stopping)
         handler: Any = self.callback_handler
-        for ours in (PrinterIntoPipes(), ProgressByTime(self.clock)):
-            for stock in [one for one in handler.callbacks if type(one) is type(ours).__base__]:
-                handler.pop_callback(stock)  # not by its class, from which a user's own may derive
-                handler.add_callback(ours)
+        for new in (PrinterIntoPipes(), ProgressByTime(self.clock)):
+            for stock in [one for one in handler.callbacks if type(one) is type(new).__base__]:
+                handler.pop_callback(stock)  # by its class, a user's subclass could be removed instead
+                handler.add_callback(new)
 
     # Training
 
@@ -226,8 +226,9 @@ class ViTTrainer(Trainer):
             self.args.save_total_limit, self.args.save_strategy = self._save_total_limit, save_strategy
             if self.ema is not None:
                 self.ema.swap(self.model)
-            self.ema, self._images_in_step = None, 0
-        if self.stopped and (self.graceful_stop.signal == signal.SIGINT or self.hp_search_backend is not None):
+            self.ema, self._images_in_step, self.is_in_train = None, 0, False
+        asked = self.stopped if self.hp_search_backend is None else self.graceful_stop.agreed(step=0)
+        if asked and (self.graceful_stop.signal == signal.SIGINT or self.hp_search_backend is not None):
             raise KeyboardInterrupt  # which ends a search, too: no later trial begins
         return output
 
@@ -240,12 +241,9 @@ class ViTTrainer(Trainer):
         if args.torch_compile:
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
-        rows: Any = self.train_dataset or ()
-        num_images = (  # of this process
-            args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
-            if args.max_steps > 0
-            else args.num_train_epochs * len(rows) / args.world_size
-        )
+        num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
+        if args.max_steps <= 0:  # those of this process
+            num_images = args.num_train_epochs * len(cast(Any, self.train_dataset or ())) / args.world_size
         pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=num_images)
@@ -259,7 +257,7 @@ class ViTTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates.
 
-        It is for `self.model`; `model`, the same in a wrapper, is not used.
+        It is for `self.model`. `model`, the same in a wrapper, is ignored.
         """
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -272,38 +270,29 @@ class ViTTrainer(Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         return follow_progress(super().create_scheduler(SCHEDULE_STEPS, optimizer), lambda: self.clock.progress)
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _get_dataloader(self, *, dataset: Any, batch_size: int, sampler_fn: Any, **others: Any) -> Any:  # type: ignore[override]
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = batch_size  # `auto_find_batch_size` may have changed it
             # A stream makes batches for this process alone; accelerate would split them again.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, collate_fn=self.data_collator, **options)
-        drop_last = self.args.dataloader_drop_last
+        drop_last, is_training = self.args.dataloader_drop_last, others.get("is_training", False)
         self.args.dataloader_drop_last = drop_last and is_training  # the stock Trainer drops test images as well
         try:
             if isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(self.args.device):
                 # Worker processes would have nothing to do, and what is on the device cannot be pinned.
-                rest = {"sampler": sampler_fn and sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
+                rest = {"sampler": sampler_fn(dataset), "drop_last": self.args.dataloader_drop_last}
                 loader = DataLoader(dataset, batch_size, collate_fn=self.data_collator, **rest)
                 loader = self.accelerator.prepare(loader)
             else:
-                given = (batch_size, sampler_fn, is_training, *args)
-                loader = super()._get_dataloader(dataset, description, *given, **kwargs)
+                others |= {"dataset": dataset, "batch_size": batch_size, "sampler_fn": sampler_fn}
+                loader = super()._get_dataloader(**others)
         finally:
             self.args.dataloader_drop_last = drop_last
         if isinstance(dataset, ImageClassificationDataset) or not is_training:
-            # Each iterator draws a seed. From torch's own generator, it would shift the numbers of stochastic depth.
-            # Other training datasets need one from there: their workers' random numbers follow from it.
+            # Each iterator draws a seed for its workers. From torch's own generator, this would change dropout and
+            # stochastic depth. Other training datasets keep that one: their workers' random numbers follow from it.
             getattr(loader, "base_dataloader", loader).generator = torch.Generator()
         return loader
 
@@ -359,7 +348,7 @@ class ViTTrainer(Trainer):
         return (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Make one forward and backward pass, uncompiled for a batch that is not full, which has another size."""
+        """Make one forward and backward pass; uncompiled for a smaller batch, which would be compiled anew."""
         if not self.has_seen_batch:
             self.has_seen_batch = True
             self.restart_throughput()
@@ -382,18 +371,18 @@ class ViTTrainer(Trainer):
         if self.is_in_train:
             logs["minutes"] = round(self.clock.minutes, 4)
         super().log(logs, start_time)
-        logs.pop("minutes", None)  # from the caller's dictionary, whose metrics a hyperparameter search sums
+        logs.pop("minutes", None)  # or a hyperparameter search would add them to the metrics
 
     def restart_throughput(self) -> None:
         """Count images and time anew: those of an evaluation or a save do not count."""
         self._images_since_log, self._counted_since = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the averaged weights if there are any, and without the layers that are compiled for training."""
+        """Evaluate the averaged weights if there are any, uncompiled."""
         self.wait_for_push_before_forking()
         with self._averaged(), self._uncompiled_if(True):
-            # With several devices the last batch is padded with repeated images, and the stock loss counts them.
-            # A loss of `compute_metrics` replaces it; for regression and masked images there is none.
+            # With several devices the last batch is padded with repeated images, and the stock loss counts them. That
+            # of `compute_metrics` replaces it, except for regression and masked images.
             output = super().evaluation_loop(*args, **kwargs)
         self.restart_throughput()
         return output
@@ -422,7 +411,7 @@ class ViTTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            # A stop may save the same step twice, so what came before stays until the run goes on.
+            # After a stop, this step may be saved again: the older checkpoints stay until the run is resumed.
             limit = None if self.stopped else self._save_total_limit
             finish_checkpoint(self._unfinished_checkpoint, None if best is None else Path(best), limit)
         self.accelerator.wait_for_everyone()
