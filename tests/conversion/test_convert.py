@@ -291,6 +291,13 @@ def test_folder_of_something_else_is_refused(save, message, tmp_path, capsys):
     assert not (tmp_path / "ours").exists()
 
 
+def test_missing_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+
+    assert "is neither a file, nor a folder, nor a name on the Hub." in error_of(capsys, "runs/digits", "ours")
+
+
 BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 3}
 
 

@@ -149,6 +149,28 @@ def test_numbers_keep_the_order_of_the_model(saved, mixed_images, capsys):
     assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {("width", "height")}
 
 
+def test_all_numbers_are_given(saved, mixed_images):
+    names = [f"number {place}" for place in range(7)]
+    folder = saved(problem_type="regression", num_labels=7, id2label=dict(enumerate(names)))
+    classifier = predict.load_classifier(str(folder))
+
+    (result,) = predict.predict(classifier, [str(mixed_images / "0.tiff")])
+
+    assert [prediction["label"] for prediction in result["predictions"]] == names
+
+
+def test_numbers_may_be_called_as_columns_of_classes_are(saved, mixed_images, tmp_path, capsys):
+    folder = saved(problem_type="regression", num_labels=2, id2label={0: "score_2", 1: "label_1"})
+    _, results, _ = results_of(capsys, folder, mixed_images / "0.tiff")
+
+    run(folder, mixed_images / "0.tiff", "--output", tmp_path / "a.csv")
+
+    with (tmp_path / "a.csv").open(encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    expected = {prediction["label"]: prediction["score"] for prediction in results[0]["predictions"]}
+    assert {name: float(row[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
 def test_number_with_the_name_of_another_column_is_refused_in_a_table(saved, mixed_images, capsys, tmp_path):
     folder = saved(problem_type="regression", num_labels=2, id2label={0: "width", 1: "error"})
 
@@ -396,6 +418,16 @@ def test_model_is_afterwards_as_it_was(saved, mixed_images, monkeypatch):
 
     assert [{*vars(module)} for module in classifier.model.modules()] == before
     assert classifier.model.config._attn_implementation == "sdpa"
+
+
+def test_model_that_is_optimized_stays_so(saved, mixed_images):
+    classifier = predict.load_classifier(str(saved()))
+    speed.optimize(classifier.model, speed.example_batch_for(classifier.model, 1), choice="eager+packed")
+
+    assert len([*predict.predict(classifier, find_images([str(mixed_images)]))]) == 9
+
+    assert classifier.model.config._attn_implementation == "eager"
+    assert any("packed" in vars(module) for module in classifier.model.modules())
 
 
 def test_threads_are_no_more_than_a_container_allows(saved, mixed_images, monkeypatch):

@@ -1,12 +1,14 @@
 """The files of a finished run."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
-from helpers import TINY
+from helpers import TINY, randomize_
 from PIL import Image
 from transformers import ViTImageProcessor
 from transformers.trainer_utils import PredictionOutput
@@ -60,13 +62,20 @@ def test_all_answers_are_listed_with_their_files_mistakes_first(tmp_path, class_
 @torch.no_grad()
 def test_mirrored_views_have_the_mean_logits_of_both_sides():
     config = ViTScratchConfig(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = ViTScratchForImageClassification(config).double().eval()
-    pixels = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    model = randomize_(ViTScratchForImageClassification(config), 0.3).double().eval()
+    pixels, numbers = torch.randn(3, 3, 8, 8, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
     left, right = model(pixel_values=pixels).logits, model(pixel_values=pixels.flip(-1)).logits
-    with report.mirrored_views(model, [left[:2], left[2:]]):
-        for images in (slice(2), slice(2, 3)):
-            mean = model(pixel_values=pixels[images]).logits
-            torch.testing.assert_close(mean, (left + right)[images] / 2, rtol=0, atol=1e-12)
+
+    def predict(pixel_values):
+        return PredictionOutput(model(pixel_values=pixel_values).logits.numpy(), numbers.numpy(), {})
+
+    trainer = SimpleNamespace(args=SimpleNamespace(eval_tta="flip"), model=model, predict=predict)
+    outputs = report.predict_split(trainer, pixels)
+
+    mean_error, one_sided = ((logits - numbers).abs().mean().item() for logits in ((left + right) / 2, left))
+    assert abs(mean_error - one_sided) > 1e-3
+    assert outputs.metrics["test_flip_mae"] == pytest.approx(mean_error, abs=1e-6)
+    torch.testing.assert_close(torch.from_numpy(outputs.predictions), left, rtol=0, atol=0)
     torch.testing.assert_close(model(pixel_values=pixels).logits, left, rtol=0, atol=0)
 
 

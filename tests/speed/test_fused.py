@@ -273,6 +273,21 @@ def scale(name):
     return change
 
 
+class OtherNorm(nn.RMSNorm):
+    """Another RMSNorm than the model's."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def replace_norms(model):
+    for layer in model.vit.layers:
+        for name in ("q_norm", "k_norm"):
+            setattr(
+                layer.attention, name, OtherNorm(layer.attention.head_dim, dtype=layer.attention.q_proj.weight.dtype)
+            )
+
+
 def take_a_bias(model):
     for layer in model.vit.layers:
         layer.attention.q_proj.bias = None
@@ -296,8 +311,8 @@ def test_dropout_that_stays_on_in_evaluation_takes_part(name):
 @pytest.mark.parametrize(
     "change",
     [
-        double_a_layer, add_hooks, double_branches, wrap_norms, quantize, take_a_bias, scale("mlp"), scale("dropout"),
-        scale("drop_path"),
+        double_a_layer, add_hooks, double_branches, wrap_norms, replace_norms, quantize, take_a_bias, scale("mlp"),
+        scale("dropout"), scale("drop_path"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])

@@ -23,6 +23,7 @@ from transformers import BaseImageProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.utils import logging as transformers_logging
 
+from ..data.images import is_local
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, VARIANTS
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
@@ -115,7 +116,7 @@ def _load_module(source: str) -> nn.Module:
     elif "/" not in source:
         timm_class(f"{source} is neither a file nor a folder. As a name of timm it")
         return _load_from_timm(source)
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    elif is_local(source):
         raise UserError(f"{source} is neither a file, nor a folder, nor a name on the Hub.")
     with _reading(source):
         config, _ = transformers.PreTrainedConfig.get_config_dict(source)

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ FILES = {"onnx": "model.onnx", "openvino": "model.xml", "pt2": "model.pt2"}
 # The last one runs the file.
 PACKAGES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
-    "openvino": ("onnx", "onnxscript", "openvino"),
+    "openvino": ("onnx", "onnxscript", "onnxruntime", "openvino"),  # onnxruntime for 8-bit integers
     "pt2": ("torch",),
 }
 PRODUCTS = ["Conv", "Gemm", "MatMul"]  # those with weights become faster with 8-bit integers
@@ -105,13 +106,17 @@ def export(
     path = folder / FILES[format]
     if format == "pt2":
         torch.export.save(program, path)
-    elif format == "onnx":
-        _write_onnx(program, path, calibration)
-    else:
-        import openvino
+        return path
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
+        graph = path if format == "onnx" else Path(aside) / "model.onnx"
+        plain = Path(aside) / "plain.onnx" if calibration else graph
+        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["scores"]}
+        cast(Any, torch.onnx.export(program, dynamo=True, verbose=False, **names)).save(plain)
+        if calibration:
+            _quantize(plain, graph, calibration)
+        if format == "openvino":
+            import openvino
 
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
-            _write_onnx(program, graph := Path(aside) / "model.onnx", calibration)
             openvino.save_model(openvino.convert_model(graph), path, compress_to_fp16=False)
     return path
 
@@ -128,32 +133,19 @@ def labels_and_type(config: Any) -> tuple[list[str], ProblemType]:
     return names, config.problem_type or "single_label_classification"
 
 
-def _write_onnx(program: Any, path: Path, calibration: Sequence[NDArray[Any]]) -> None:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
-        plain = Path(aside) / "model.onnx" if calibration else path
-        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["scores"]}
-        cast(Any, torch.onnx.export(program, dynamo=True, verbose=False, **names)).save(plain)
-        if calibration:
-            _quantize(plain, path, calibration)
-
-
 def _quantize(source: Path, target: Path, calibration: Sequence[NDArray[Any]]) -> None:
     """Let the products with weights of an ONNX file compute in 8-bit integers."""
     import onnx
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    from onnxruntime.quantization import QuantType, quantize_static
 
     inputs = iter([{"images": image} for image in calibration])
-
-    class Reader(CalibrationDataReader):
-        def get_next(self) -> dict[str, NDArray[Any]] | None:
-            return next(inputs, None)
-
+    reader: Any = SimpleNamespace(get_next=lambda: next(inputs, None))  # all that is asked of a CalibrationDataReader
     graph = onnx.load(source, load_external_data=False).graph
     weights = {weight.name for weight in graph.initializer}
     quantize_static(
         source,
         target,
-        Reader(),
+        reader,
         nodes_to_quantize=[node.name for node in graph.node if node.op_type in PRODUCTS and node.input[1] in weights],
         activation_type=QuantType.QUInt8,
         per_channel=True,

@@ -132,15 +132,14 @@ def make_short_card(
     tags: Sequence[str] = (),
 ) -> ModelCard:
     """Write the card of a model without results on a test split; `status` is one sentence on its training."""
-    classifies = isinstance(model, ViTScratchForImageClassification)
+    is_classifier = isinstance(model, ViTScratchForImageClassification)
     metadata = {
         "model_name": name,
         "license": license,
-        "pipeline_tag": "image-classification" if classifies else "image-feature-extraction",
+        "pipeline_tag": "image-classification" if is_classifier else "image-feature-extraction",
         "tags": ["vision", "vit", *tags],
     }
-    auto_class = "AutoModelForImageClassification" if classifies else "AutoModel"
-    return _write_card(output, model.config, metadata, status=status, auto_class=auto_class)
+    return _write_card(output, model.config, metadata, status=status)
 
 
 def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any], **fields: Any) -> ModelCard:

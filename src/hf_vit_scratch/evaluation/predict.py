@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ImageClassificationPipeline, pipeline
 from transformers.utils import logging as transformers_logging
 
-from ..data.images import ADVICE, SUFFIXES, decode_image, find_image_files, local_path, warn_of_others
+from ..data.images import ADVICE, SUFFIXES, decode_image, find_image_files, is_local, local_path, warn_of_others
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import use_no_more_threads_than_cores
@@ -100,8 +100,7 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     Without a device such as `"cuda:1"`, it runs on the accelerator, if there is one.
     """
     folder = local_path(model)
-    # `runs/digits` would also be a name on the Hub, so a missing run is not looked for there.
-    if not folder.is_dir() and folder.parent != Path() and folder.parent.is_dir():
+    if not folder.is_dir() and is_local(model):
         raise UserError(f"{model} is not a folder. Give the folder of a saved model, or a name on the Hub.")
     if (folder / "last").is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"{model} holds a run that is not finished. Resume it, or give {folder / 'last'}.")
@@ -141,19 +140,21 @@ def predict(
 ) -> Iterator[dict[str, Any]]:
     """Classify image files in batches. The scores are those of transformers' pipeline.
 
-    The model computes `batch_size` images at once. They are decoded by `num_workers` processes, or by this one.
+    The model computes `batch_size` images at once. They are decoded by `num_workers` processes, or by this one. The
+    `top_k` likeliest classes are given, or all numbers.
 
     Yields:
         For each path, in order, `image`, the path, and either `predictions`, each with `label` and `score`, or
         `error`, the reason why it cannot be decoded. With `trust`, also `answer`, the best label or `"unknown"`.
     """
     outputs = ("logits",) if trust is None else ("logits", "pooler_output")
-    config, names = classifier.model.config, list((classifier.model.config.id2label or {}).values())
+    config = classifier.model.config
+    numbers = list((config.id2label or {}).values()) if config.problem_type == "regression" else []
     for result in forward(classifier, outputs, paths, batch_size, num_workers):
         if (logits := result.pop("logits", None)) is not None:
-            predictions = classifier.postprocess({"logits": logits[None]}, top_k=top_k)
-            if config.problem_type == "regression":  # the pipeline sorts by value
-                predictions.sort(key=lambda prediction: names.index(prediction["label"]))
+            predictions = classifier.postprocess({"logits": logits[None]}, top_k=len(numbers) or top_k)
+            if numbers:  # the pipeline sorts by value
+                predictions.sort(key=lambda prediction: numbers.index(prediction["label"]))
             if trust is not None:
                 answers = trust.can_answer(predictions[0]["score"], result.pop("pooler_output"))
                 result["answer"] = predictions[0]["label"] if answers else UNKNOWN
@@ -184,7 +185,8 @@ def forward(
 
     prepare = partial(_prepare, image_processor=loaded.image_processor, dtype=loaded.model.dtype)
     with ExitStack() as stack:
-        if hasattr(loaded.model.config, "image_height_width"):  # a model of this package
+        is_optimized = any("products" in vars(module) for module in loaded.model.modules())
+        if hasattr(loaded.model.config, "image_height_width") and not is_optimized:  # a model of this package
             example = example_batch_for(loaded.model, min(batch_size, len(paths)))
             stack.callback(optimize(loaded.model, example, images=len(paths)).undo)
         stack.enter_context(loaded.model.base_model.register_forward_hook(keep))
@@ -200,13 +202,12 @@ def forward(
                 yield result if "error" in result else result | dict(zip(outputs, next(of_images), strict=True))
 
 
-def _table_row(result: dict[str, Any], columns: set[str]) -> dict[str, Any]:
-    """Return a result of `predict` as a row of the table, by ranks, and by the names that have columns."""
-    predictions = result.get("predictions", ())
-    row = {prediction["label"]: prediction["score"] for prediction in predictions if prediction["label"] in columns}
-    row |= {name: value for name, value in result.items() if name != "predictions"}
-    for rank, prediction in enumerate(predictions, 1):
-        row |= {f"{name}_{rank}": value for name, value in prediction.items()}
+def _table_row(result: dict[str, Any], are_numbers: bool) -> dict[str, Any]:
+    """Return a result of `predict` as a row of the table: numbers by their names, or classes by their ranks."""
+    row = {name: value for name, value in result.items() if name != "predictions"}
+    for rank, prediction in enumerate(result.get("predictions", ()), 1):
+        ranked = {f"{name}_{rank}": value for name, value in prediction.items()}
+        row |= {prediction["label"]: prediction["score"]} if are_numbers else ranked
     return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
 
 
@@ -260,10 +261,10 @@ def main(argv: list[str]) -> int:
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
     config, exit_code, answers = classifier.model.config, 0, Counter[str]()
-    top_k = min(args.top_k, config.num_labels)
-    columns = [f"{name}_{rank + 1}" for rank in range(top_k) for name in ("label", "score")]
-    if config.problem_type == "regression":
-        top_k, columns = config.num_labels, list((config.id2label or {}).values())
+    are_numbers, ranks = config.problem_type == "regression", range(min(args.top_k, config.num_labels))
+    columns = [f"{name}_{rank + 1}" for rank in ranks for name in ("label", "score")]
+    if are_numbers:
+        columns = list((config.id2label or {}).values())
     if is_table and (taken := {"image", "error"} & {*columns}):
         name = taken.pop()
         raise UserError(
@@ -271,7 +272,7 @@ def main(argv: list[str]) -> int:
         )
     trust = Trust.load(str(classifier.model.name_or_path))
     results = predict(
-        classifier, paths, top_k=top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust
+        classifier, paths, top_k=args.top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust
     )
     # Lines on the terminal show the progress, and a bar would break them.
     in_terminal = args.output is None and sys.stdout.isatty()
@@ -285,12 +286,11 @@ def main(argv: list[str]) -> int:
         table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()
-        shown = {*columns}
         for result in name_broken(PROGRAM, results, len(paths), in_terminal or None):
             exit_code |= "error" in result
             if "answer" in result:
                 answers[result["answer"]] += 1
-            table.writerow(_table_row(result, shown)) if is_table else print(json.dumps(result), file=file)
+            table.writerow(_table_row(result, are_numbers)) if is_table else print(json.dumps(result), file=file)
             file.flush()
     if args.output is not None:
         listed = "".join(f", {number} {answer}" for answer, number in answers.most_common(10))

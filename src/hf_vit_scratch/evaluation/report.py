@@ -1,8 +1,6 @@
 """The files of a finished run: metrics, log, figures and the model card."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +10,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from scipy.special import expit, softmax
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import EvalPrediction, PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from ..data.dataset import ImageClassificationDataset
@@ -23,7 +20,7 @@ from ..data.masking import MaskedImageDataset
 from ..data.splits import SPLITS
 from ..data.targets import label_names
 from .figures import plot_curves, plot_images, plot_numbers
-from .metrics import detailed_report, problem_type_of
+from .metrics import compute_metrics, detailed_report, problem_type_of
 from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 from .trust import Trust
 
@@ -62,16 +59,16 @@ def report_on_test_split(
 
 def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
     """Return what `Trainer.predict` returns, with the metrics of the mirrored views if `eval_tta` asks for them."""
-    if trainer.args.eval_tta != "flip":
-        return trainer.predict(dataset)
-    logits: list[Tensor] = []
-    with trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits.cpu())):
-        outputs = trainer.predict(dataset)
-    with mirrored_views(trainer.model, logits):
-        mirrored = trainer.predict(dataset, metric_key_prefix="test_flip").metrics
-    if trainer.model.config.problem_type == "regression":
-        del mirrored["test_flip_loss"]  # it is that of the mirror images alone
-    outputs.metrics.update(mirrored)
+    outputs = trainer.predict(dataset)
+    if trainer.args.eval_tta == "flip":
+
+        def flip(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)}
+
+        with trainer.model.register_forward_pre_hook(flip, with_kwargs=True):
+            mirrored = trainer.predict(dataset).predictions
+        metrics = compute_metrics(EvalPrediction((outputs.predictions + mirrored) / 2, outputs.label_ids))
+        outputs.metrics.update({f"test_flip_{name}": value for name, value in metrics.items()})
     return outputs
 
 
@@ -118,25 +115,6 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
         for name, row in classes.items():
             lines.append(f"{name:{width}} {row['precision']:9.0%} {row['recall']:6.0%} {row['support']:7.0f}")
     return "\n".join(lines)
-
-
-@contextmanager
-def mirrored_views(model: PreTrainedModel, logits: Iterable[Tensor]) -> Iterator[None]:
-    """Let a classifier answer with the mean logits of each image and its mirror image, while the context lasts.
-
-    It sees the mirror image alone. The logits of the images themselves are given, those of each call in its turn.
-    """
-    turns = iter(logits)
-
-    def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"pixel_values": kwargs["pixel_values"].flip(-1)}
-
-    def average(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        output.logits = (output.logits + next(turns).to(output.logits.device)) / 2
-        return output
-
-    with model.register_forward_pre_hook(mirror, with_kwargs=True), model.register_forward_hook(average):
-        yield
 
 
 def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], path: Path) -> None:

@@ -66,13 +66,13 @@ class Trust:
         examples: Vectors of training images, times the whitening, (N, D).
         largest_distance: Largest distance to the nearest example at which an image is known.
         least_score: Least score of an answer, above 1 if no score is high enough.
-        temperature: By which the logits were divided, as in `fit_temperature`.
+        temperature: Divisor of the logits, from `fit_temperature`.
         calibration_error, error_before: Expected calibration error on the validation split, with it and without it.
         target_accuracy: Accuracy on the validation split for which `least_score` was chosen, if one was asked for.
         coverage: Share of the validation split that is answered.
-        coverage_low, coverage_high: Between which, in 95% of cases, the share of as many new images will lie
-            (Angelopoulos and Bates 2021, https://arxiv.org/abs/2107.07511, appendix C).
-        accuracy: Accuracy of these answers there, `None` if there are none.
+        coverage_low, coverage_high: 95% interval of this share among as many new images (Angelopoulos and Bates
+            2021, https://arxiv.org/abs/2107.07511, appendix C).
+        accuracy: Accuracy of these answers, `None` if there are none.
     """
 
     whitening: Tensor

@@ -301,14 +301,6 @@ def draw_image(classifier: ImageClassificationPipeline, image: Image.Image) -> d
     }
 
 
-def draw_model(model: ViTScratchForImageClassification) -> dict[str, Figure]:
-    """Draw the position embeddings and the patch filters of a model, and return the figures by name."""
-    return {
-        "position_similarity": draw_position_similarity(position_similarity(model)),
-        "patch_filters": draw_filters(patch_filters(model)),
-    }
-
-
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explain`."""
     parser = model_parser("vit-scratch explain", __doc__)
@@ -329,7 +321,12 @@ def main(argv: list[str]) -> None:
     for stem, file in zip(stems, files, strict=True):
         figures = draw_image(classifier, decode_image({"path": file, "bytes": None}, file))
         _save({f"{stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
-    _save(draw_model(cast(Any, classifier.model)), args.output_dir)
+    model: Any = classifier.model
+    figures = {
+        "position_similarity": draw_position_similarity(position_similarity(model)),
+        "patch_filters": draw_filters(patch_filters(model)),
+    }
+    _save(figures, args.output_dir)
 
 
 def _save(figures: Mapping[str, Figure], folder: Path) -> None:

@@ -76,13 +76,11 @@ def rope2d_cos_sin(
     et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    y, x = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
+    axes = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
     exponents = torch.arange(head_dim // 4, device=like.device, dtype=dtype) * (4 / head_dim)
     frequencies = 2 * torch.pi / 100.0**exponents  # (K / 4,)
-    y_angles = (y[:, None] * frequencies)[:, None].expand(*grid, -1)  # (rows, 1, K / 4) -> (rows, cols, K / 4)
-    x_angles = (x[:, None] * frequencies)[None].expand(*grid, -1)  # (1, cols, K / 4) -> (rows, cols, K / 4)
-    angles = torch.cat((y_angles, x_angles), dim=-1).flatten(0, 1)  # (rows * cols, K / 2)
-    angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
+    angles = torch.cartesian_prod(*axes)[..., None] * frequencies  # (rows * cols, 2, K / 4): y, then x
+    angles = F.pad(angles.flatten(1), (0, 0, num_prefix_tokens, 0))  # (N, K / 2)
     return angles.cos(), angles.sin()
 
 
@@ -115,7 +113,7 @@ class ViTScratchAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        # Query-key norm, Henry et al. 2020, https://arxiv.org/abs/2010.04245, but by RMSNorm: its scale bounds scores.
+        # Query-key norm, Henry et al. 2020, https://arxiv.org/abs/2010.04245, by RMSNorm: its weight bounds scores.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -192,7 +190,7 @@ class ViTScratchLayer(GradientCheckpointingLayer):
         self.norm_first = config.norm_first
         self.attention = ViTScratchAttention(config)
         self.mlp = ViTScratchMLP(config)
-        # Names of transformers' ViT, so that its weights load. Under post-LN both come after their branch.
+        # Named as in transformers' ViT, to load its weights. Under post-LN each follows its residual sum.
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -233,10 +231,9 @@ class ViTScratchPatchEmbeddings(nn.Module):
                 f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
                 "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
-        shape, channels = pixel_values.shape, self.num_channels
-        patch_height, patch_width = self.patch_size
-        has_patches = len(shape) == 4 and shape[1] == channels and shape[2] >= patch_height and shape[3] >= patch_width
-        if not has_patches or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
+        shape, channels, (patch_height, patch_width) = pixel_values.shape, self.num_channels, self.patch_size
+        sides = zip(shape[2:], self.patch_size, strict=False)
+        if len(shape) != 4 or shape[1] != channels or any(n < patch or n % patch != 0 for n, patch in sides):
             raise ValueError(
                 f"pixel_values must have the shape (batch, {channels} channels, height, width), divisible by "
                 f"the patch size {patch_height}x{patch_width}, got {tuple(shape)}. Resize the images, as the image "
@@ -244,7 +241,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
             )
         # Pixels come from the image processor in float32; the weights may be in half precision.
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
-        return patches.flatten(2).transpose(1, 2).contiguous()  # else each norm copies them, and sums are slow
+        return patches.flatten(2).transpose(1, 2).contiguous()  # otherwise each norm copies the tokens
 
 
 def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -287,7 +284,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
-        self.grid_size = config.grid_size  # of the positions; a configuration that models share may change
+        self.grid_size = config.grid_size  # of these positions; another model may change a shared config
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
@@ -303,7 +300,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         embeddings = self.patch_embeddings(pixel_values)
-        dtype = embeddings.dtype  # of autocast, in which all layers then stay
+        dtype = embeddings.dtype  # half precision under autocast; adding positions in float32 changes it
         grid = self.patch_embeddings.grid_size(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
@@ -325,8 +322,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
-    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. From **kwargs in
-    # `forward` it would conclude that the models divide by `num_items_in_batch` themselves.
+    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. Otherwise **kwargs
+    # in `forward` would mean that they are divided by `num_items_in_batch` already.
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
@@ -336,7 +333,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _input_embed_layer = "patch_embeddings"
-    # A model that starts from another one's weights leaves the other one's head behind.
+    # Another model's head is dropped without a warning.
     _keys_to_ignore_on_load_unexpected = {r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"}
 
     def __init__(self, config: ViTScratchConfig, *args: Any, **kwargs: Any):
@@ -347,7 +344,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize weights and tokens, normally distributed; biases, zero; norms, with scale one and bias zero.
 
-        `init` leaves alone what was loaded. `trunc_normal_` truncates at the value 2, which is far away.
+        `init` leaves alone what was loaded. `trunc_normal_` truncates at -2 and 2, not at two standard deviations.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -355,7 +352,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ViTScratchEmbeddings):
-            # transformers has drawn the convolution's weight before, as any other. Draw it again, at its own scale.
+            # The convolution was drawn already, as any `Conv2d`. Draw it again, at its own scale.
             weight = module.patch_embeddings.projection.weight
             init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             for parameter in module.parameters(recurse=False):  # tokens, and positions unless they are fixed
@@ -372,8 +369,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a saved model as transformers does, from safetensors only, because a pickle could run code.
 
-        With another size, `from_pretrained(folder, image_size=[256, 320])` or in `config`, the positions are
-        interpolated, unless the keyword `patch_size` is given, too, or `config` has other patches.
+        With another `image_size`, as in `from_pretrained(folder, image_size=[256, 320])` or in `config`, the positions
+        are interpolated. With another patch size they are not.
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
@@ -410,7 +407,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     """The encoder: pixels to one vector per token, and one for the image; [1] eq. 1 to 4.
 
     Outputs:
-        last_hidden_state: (B, N, D), after pre-LN's final LayerNorm; with `fc_norm`, before it.
+        last_hidden_state: (B, N, D), after the final LayerNorm, which only pre-LN has; before it with `fc_norm`.
         pooler_output: (B, D), what the classifier reads: the class token of `last_hidden_state`, or the mean of its
             patch tokens; with `fc_norm`, then normalized. transformers' ViT has a trained layer here. Under
             `is_causal`, the class token sees no patch: use `pooling="mean"`.
@@ -474,11 +471,11 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
             )
         mask = None
-        if attention_mask is not None or config.is_causal:  # compiling, transformers would turn None into a mask
+        if attention_mask is not None or config.is_causal:  # under torch.compile, None would become a mask
             create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-            mask = create_mask(config, hidden_states, attention_mask, None)  # no cache, and no other encoder
+            mask = create_mask(config, hidden_states, attention_mask, None)  # None: no cache, or no other encoder
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and config._attn_implementation == "flex_attention":
-            forbidden = torch.finfo(hidden_states.dtype).min  # it adds every mask to the scores
+            forbidden = torch.finfo(hidden_states.dtype).min  # flex_attention adds every tensor to the scores
             mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, forbidden)
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
@@ -529,7 +526,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     `config.problem_type` chooses the loss: cross-entropy (`"single_label_classification"`, the default for two or
     more labels), binary cross-entropy (`"multi_label_classification"`), or the squared error (`"regression"`, the
     default for one label). Class probabilities as labels, from MixUp for example, stay cross-entropy: unlike in
-    transformers, labels of floats choose no other loss.
+    transformers, float labels do not change the loss.
 
     Example:
         >>> config = ViTScratchConfig.from_variant("Ti/16", image_size=32, num_labels=10)
@@ -559,7 +556,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             self.pre_logits = nn.Sequential(nn.Linear(config.hidden_size, width), ACT2FN[config.classifier_act])
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
-        # After `post_init`, which adds the class's patterns: loading must report a hidden layer that is not used.
+        # After `post_init`, which adds the encoder's patterns: loading must report an unused `pre_logits`.
         self._keys_to_ignore_on_load_unexpected = {r"^decoder\.", r"\bmask_token$"}
 
     @can_return_tuple
@@ -572,8 +569,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
-        Labels are class ids (B,) or class probabilities (B, L); zeros and ones (B, L) for multi-label classification;
-        numbers (B, L), or (B,) for one label, for regression. With `label_scale`, the loss is that of
+        Labels of single classes are ids (B,) or probabilities (B, L), of multi-label classification zeros and ones
+        (B, L), of regression numbers (B, L), or (B,) for one label. With `label_scale`, the loss is that of
         standardized labels, and logits are in the units of the labels.
         """
         outputs = self.vit(pixel_values, attention_mask, return_dict=True, **kwargs)
@@ -638,22 +635,19 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         The loss is the mean absolute error of the masked pixels. Without `bool_masked_pos` there is none.
         """
         outputs = self.vit(pixel_values, attention_mask, bool_masked_pos, return_dict=True, **kwargs)
-        grid = self.vit.embeddings.patch_embeddings.grid_size(pixel_values)
-        patch_height, patch_width = self.config.patch_height_width
-        patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
-        patches = self.decoder(patches.transpose(1, 2).unflatten(2, grid))  # (B, C * patch pixels, rows, cols)
-        patches = patches.unflatten(1, (-1, patch_height, patch_width))  # (B, C, patch height and width, rows, cols)
-        reconstruction = patches.permute(0, 1, 4, 2, 5, 3).reshape(pixel_values.shape)  # rows, height, cols, width
+        patch_size = self.config.patch_height_width
+        patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :].transpose(1, 2)  # (B, D, rows * cols)
+        patches = self.decoder(patches[..., None]).flatten(2)  # (B, C * pixels of a patch, rows * cols)
+        reconstruction = F.fold(patches, pixel_values.shape[2:], patch_size, stride=patch_size)
 
         loss = None
         if bool_masked_pos is not None:
             dtype = torch.promote_types(reconstruction.dtype, torch.float32)
             pixels, mask = (x.to(reconstruction.device, dtype) for x in (pixel_values, bool_masked_pos))
             error = F.l1_loss(reconstruction.to(dtype), pixels, reduction="none")
-            mask = mask.unflatten(1, (1, *grid))
-            mask = mask.repeat_interleave(patch_height, dim=2).repeat_interleave(patch_width, dim=3)
+            error = F.avg_pool2d(error, patch_size).mean(dim=1).flatten(1)  # of each patch, (B, rows * cols)
             # [4] section 3.4. A batch without a masked patch has a loss of zero.
-            loss = (error * mask).sum() / mask.sum().clamp(min=1) / self.config.num_channels
+            loss = (error * mask).sum() / mask.sum().clamp(min=1)
         return MaskedImageModelingOutput(loss, reconstruction, outputs.hidden_states, outputs.attentions)
 
 
@@ -668,7 +662,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
     def __init__(self, config: ViTScratchConfig):
         config = copy.deepcopy(config)
-        config.set_output_features_output_indices(config.out_features, None)  # so that default features are saved
+        config.set_output_features_output_indices(config.out_features, None)  # to save the default stage
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
@@ -679,7 +673,9 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
         Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
-        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # the mixin's raises
+        outputs = ViTScratchModel.forward(
+            self, pixel_values, return_dict=True, **kwargs
+        )  # not the mixin's, which raises
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
         feature_maps = []
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):

@@ -6,7 +6,7 @@ adapter, a hook, a quantized weight. It decides at every call, because adapters 
 another device or a compiler makes them plain, too. `project` is for compiled layers on a GPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,10 +126,10 @@ def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddi
     pair, value = joined.unflatten(2, (3, -1, module.head_dim)).split((2, 1), dim=2)
     pair, value = pair.permute(2, 0, 3, 1, 4), value.squeeze(2).transpose(1, 2)  # (2, B, H, N, K), (B, H, N, K)
     norms = (module.q_norm, module.k_norm)
-    if all(isinstance(norm, nn.RMSNorm) for norm in norms):
+    if all(type(norm).__name__ == "ViTScratchRMSNorm" for norm in norms):
         weight = torch.stack((module.q_norm.weight, module.k_norm.weight))[:, None, None, None]
         pair = _RMSNorm.apply(pair, weight.to(pair.dtype), module.q_norm.eps)
-    elif not all(isinstance(norm, nn.Identity) for norm in norms):  # an adapter around one of them
+    elif not all(type(norm) is nn.Identity for norm in norms):  # an adapter around one of them, or another norm
         pair = torch.stack([norm(one) for norm, one in zip(norms, pair, strict=True)])
     if position_embeddings is not None:
         pair = _Rotation.apply(pair, *(table.to(pair.dtype) for table in position_embeddings))
@@ -235,15 +235,10 @@ class _PackedWeights:
         return type(None), ()
 
 
-def _joined(linear: Iterable[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and biases of linear layers with the same input as those of one layer."""
-    weights, biases = zip(*((layer.weight, layer.bias) for layer in linear), strict=True)
-    if all(bias is None for bias in biases):
-        return torch.cat(weights), None
-    filled = (
-        weights[0].new_zeros(len(one)) if bias is None else bias for one, bias in zip(weights, biases, strict=True)
-    )
-    return torch.cat(weights), torch.cat([*filled])
+def _joined(linear: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+    """Return the weights and biases of linear layers with the same input as those of one layer; no bias is zero."""
+    biases = tuple(one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linear)
+    return torch.cat(tuple(one.weight for one in linear)), torch.cat(biases)
 
 
 def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:
