@@ -104,6 +104,9 @@ with tempfile.TemporaryDirectory() as folder:
     AutoImageProcessor.from_pretrained("tester/end").save_pretrained(folder)
     classify = pipeline("image-classification", model=folder, top_k=10, trust_remote_code=True)
     auto_map = json.loads(Path(folder, "config.json").read_text())["auto_map"]
+    larger = {"trust_remote_code": True, "image_size": 16}
+    model = AutoModelForImageClassification.from_pretrained(folder, **larger)  # interpolates the positions
+    assert model.config.image_size == 16
     results["saved again"] = {"scores": classify(image), "auto_map": auto_map}
 print(json.dumps(results))
 """

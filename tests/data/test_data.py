@@ -401,6 +401,26 @@ def test_split_without_class_folders_is_not_used(class_folders, photographs, tmp
     assert sum(map(len, splits.values())) == 24
 
 
+def test_folders_of_splits_without_classes_are_refused(photographs, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        photographs[0].save(tmp_path / split / "1.jpg")
+    (tmp_path / "train.csv").write_text("photo,kind\n1.jpg,cat\n")
+
+    message = (
+        r"the folders \['test', 'train'\] are splits, not classes\. If train\.csv lists them, give .*train\.csv\."
+    )
+    with pytest.raises(UserError, match=message):
+        load_splits(str(tmp_path))
+
+
+def test_folders_that_systems_make_are_no_classes(class_folders):
+    for name in ("__MACOSX", "@eaDir"):
+        (class_folders / name).mkdir()
+
+    assert load_splits(str(class_folders))["train"].features["label"].names == ["flower", "temple"]
+
+
 def test_images_without_class_folders_are_refused(tmp_path, photographs):
     photographs[0].save(tmp_path / "1.jpg")
 

@@ -359,6 +359,34 @@ def test_names_that_begin_with_zeros_stay_names(folder):
     assert load_splits(str(table))["train"].features["label"].names == ["007", "12"]
 
 
+@pytest.mark.parametrize("cells", ["0{}.5", "{}.5"])
+def test_zeros_before_a_decimal_number_change_nothing(folder, cells):
+    table = write_table(folder / "labels.csv", label=[cells.format(number) for number in range(20)])
+
+    rows = load_splits(str(table))["train"]
+
+    assert problem_type(rows.features["label"]) == "regression"
+
+
+@pytest.mark.parametrize("cells", [["2,5", "3,5"], ["2,5", "3"]])
+def test_decimal_commas_beside_commas_are_refused(folder, cells):
+    refused(folder, r"labels such as '2,5' are numbers with a comma\.", label=[f'"{cell}"' for cell in cells * 10])
+
+
+@pytest.mark.parametrize("header", ["split", "Split", " split"])
+def test_column_of_splits_may_be_written_in_other_ways(folder, header):
+    splits = ["train"] * 8 + ["val", "test"]
+    table = write_table(folder / "labels.csv", label=LABELS, **{header: splits * 2})
+
+    assert [len(rows) for rows in load_splits(str(table), near_duplicates="ignore").values()] == [16, 2, 2]
+
+
+def test_labels_in_lists_have_no_blanks_around_them(folder):
+    table = write_table(folder / "labels.jsonl", label=[["cat ", "night"], ["cat"]] * 10)
+
+    assert label_names(load_splits(str(table))["train"].features["label"]) == ["cat", "night"]
+
+
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_other_characters_may_separate_the_columns(folder, separator):
     table = write_table(folder / "labels.csv", label=[name[:3] for name in NAMES])
@@ -598,7 +626,8 @@ def test_table_beside_a_path_that_is_not_there_is_not_taken_for_it(folder, typo)
 
 
 def test_row_without_a_path_is_named(folder):
-    refused(folder, r"1 of its 20 image files are missing; .*None", [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
+    message = r"1 rows have no path in the column 'file_name', the first is row 3\. Fill or delete them\."
+    refused(folder, message, [*NAMES[:2], "", *NAMES[3:]], label=LABELS)
 
 
 def test_image_with_two_rows_is_refused(folder):
@@ -637,7 +666,8 @@ def test_unknown_column_is_named(folder, label_column, message):
 def test_table_without_paths_is_refused(folder):
     (folder / "labels.csv").write_text("image,label\na,cat\nb,dog\n")
 
-    with pytest.raises(UserError, match=r"no column is called image\. Choose one of \['image', 'label'\]"):
+    message = r"no column is called file_name, and none begins with the path of an image and its suffix, such as cat/1"
+    with pytest.raises(UserError, match=message + r"\.jpg\. Choose one of \['image', 'label'\] with --image_column\."):
         load_splits(str(folder / "labels.csv"))
 
 
@@ -660,7 +690,9 @@ def test_characters_and_digits_are_classes(folder):
 
 
 def test_columns_that_are_neither_zeros_and_ones_nor_decimal_are_refused(folder):
-    message = r"Several columns must all hold 0 and 1, or decimal numbers\. But .*'b' holds Value\('string'\)"
+    message = (
+        r"Several columns must all hold 0 and 1, or decimal numbers such as 3\.0\. But .*'b' holds Value\('string'\)"
+    )
     columns = {"a": [0, 1] * 10, "b": ["x", "y"] * 10}
     refused(folder, message, suffix=".jsonl", label_column=["a", "b"], **columns)
     refused(folder, r"'b' holds Value\('int64'\)", label_column=["a", "b"], a=[0, 1] * 10, b=[1, 2] * 10)

@@ -230,6 +230,12 @@ def test_scores_that_are_not_finite_are_refused(labels):
         compute_metrics(EvalPrediction(logits, labels.numpy()))
 
 
+def test_one_number_per_image_may_be_given_without_an_axis():
+    labels, logits = np.array([1.0, 2.0, 4.0], np.float32), np.array([[1.0], [2.5], [3.0]], np.float32)
+
+    assert compute_metrics(EvalPrediction(logits, labels)) == compute_metrics(EvalPrediction(logits, labels[:, None]))
+
+
 def test_metrics_need_no_cache_of_evaluate(monkeypatch):
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", "/proc/nothing")  # cannot be made
     metrics = compute_metrics(EvalPrediction(logits_of([0], 2), np.array([0])))

@@ -149,6 +149,10 @@ def test_numbers_keep_the_order_of_the_model(saved, mixed_images, capsys):
     assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {("width", "height")}
 
 
+def test_name_of_one_image_may_be_given_without_a_list(mixed_images):
+    assert find_images(str(mixed_images / "0.tiff")) == [str(mixed_images / "0.tiff")]
+
+
 def test_all_numbers_are_given(saved, mixed_images):
     names = [f"number {place}" for place in range(7)]
     folder = saved(problem_type="regression", num_labels=7, id2label=dict(enumerate(names)))

@@ -182,7 +182,9 @@ def test_what_is_learnt_and_the_best_model_are_said(several, tmp_path, caplog):
     run(argv[0], tmp_path / "run", *argv[2:], *short)
 
     assert "metric_for_best_model average_precision: any of 2 labels for each image" in caplog.text
-    assert "192 train, 24 validation, 24 test; any of 2 labels for each image; training on cpu" in caplog.text
+    assert (
+        "192 train, 24 validation, 24 test; any of 2 labels for each image: zero, one; training on cpu" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", ["several", "numbers"])

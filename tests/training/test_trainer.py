@@ -596,6 +596,23 @@ def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(
     assert saved.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6)
 
 
+def test_arguments_of_another_trainer_stay_as_they_are(tmp_path):
+    args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False, learning_rate=0.5)
+    args.lr_scheduler_type = "reduce_lr_on_plateau"
+    before = args.to_dict()
+
+    ViTTrainer(model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args=args)
+
+    assert args.to_dict() == before
+
+
+def test_folder_of_another_run_is_warned_of(tmp_path, caplog):
+    for _ in range(2):
+        make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
+
+    assert "checkpoint-6 is of another run, and may be what is resumed later." in caplog.text
+
+
 @pytest.mark.parametrize("args", [None, TrainingArguments("unused", use_cpu=True)])
 def test_other_arguments_than_ours_are_refused(args):
     with pytest.raises(UserError, match=r"args must be ViTTrainingArguments, got (NoneType|TrainingArguments)\."):

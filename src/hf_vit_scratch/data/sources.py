@@ -96,8 +96,8 @@ def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
         )
     if path.is_dir() and labelled:
         _check_parquet(path, args)
-    if path.exists() and not streaming and {*source} == {"train"} and "split" in source["train"].column_names:
-        source = DatasetDict(divide(data, source["train"]))
+    if path.exists() and not streaming and {*source} == {"train"}:
+        source = DatasetDict(divide(data, source["train"]) or source)
     features = info.features or {}
     if not any(isinstance(feature, datasets.Image) for feature in features.values()):
         for name in (name for name, feature in features.items() if holds_images(feature)):
@@ -198,7 +198,10 @@ def _warn_of_unused(root: Path, source: DatasetDict, follow_links: bool) -> None
 
 
 def _subfolders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """Return the names of the folders in a folder, without those that systems make: .git, @eaDir, __MACOSX."""
+    return sorted(
+        path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "@", "__MACOSX"))
+    )
 
 
 def _folders_of_splits(root: Path) -> dict[str, Path]:
@@ -224,9 +227,10 @@ def _check_class_folders(
             f"{folder}: {wrong[0]} holds folders of classes, but there is no folder train. If it is a split, move "
             "the classes beside it into a folder train; if it is a class, put its images right into it."
         )
-    if not files:
-        found = "there are no images."
-        if loose := len(find_image_files(folder)[0]):
+    are_splits = all(name.lower() in SPLITS_BY_NAME for name in names)
+    if not files or are_splits:
+        found = f"the folders {names} are splits, not classes." if files else "there are no images."
+        if not files and (loose := len(find_image_files(folder)[0])):
             found = f"none of its {loose} images is in a class folder. If {folder.name} is one, give the folder above."
         if tables := [path for suffix in READERS for path in sorted(folder.glob(f"*{suffix}"))]:
             found += f" If {tables[0].name} lists them, give {tables[0]}."

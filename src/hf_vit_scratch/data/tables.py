@@ -54,13 +54,14 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
     for name in table.select_dtypes("number"):
         several = separator is not None and text[name].str.contains(separator, regex=False).any()
-        if several or text[name].str.match(r"\s*-?(0\d|\d+[eE]\d)").any():
+        if several or text[name].str.match(r"\s*-?(0\d+\s*$|\d+[eE]\d)").any():
             table[name] = text[name]
-    return Dataset.from_pandas(table.dropna(how="all"), preserve_index=False)
+    return Dataset.from_pandas(table.dropna(how="all").rename(columns=str.strip), preserve_index=False)
 
 
 READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
     ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".jsonl": lambda file, separator: Dataset.from_json(glob.escape(str(file))),
     ".parquet": lambda file, separator: Dataset.from_parquet(glob.escape(str(file))),
 }
@@ -108,6 +109,11 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
             name for name, value in rows[0].items() if os.path.splitext(str(value))[1].lower() in SUFFIXES
         ]  # fmt: skip
         (column,) = find_columns(replace(args, data=str(table)), "image", with_paths, rows.column_names)
+        if missing := [row for row, name in enumerate(rows[column][:]) if name is None]:
+            raise UserError(
+                f"{table}: {len(missing)} rows have no path in the column {column!r}, the first is row "
+                f"{missing[0] + 1}. Fill or delete them."
+            )
         paths = [os.path.abspath(table.parent / str(name)) for name in rows[column][:]]
         order = sorted(range(len(paths)), key=lambda row: paths[row].split(os.sep))
         paths = [paths[row] for row in order]
@@ -123,7 +129,7 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
         inside = os.path.join(os.path.abspath(root), "")
         folders = [path[len(inside) :].lower().split(os.sep)[:-1] * path.startswith(inside) for path in paths]
         names = [next((name for name in above if name in SPLITS_BY_NAME), "train") for above in folders]
-        found = divide(str(table), rows) if "split" in rows.column_names else _divide(rows, names)
+        found = divide(str(table), rows) or _divide(rows, names)
         if twice := sorted(found.keys() & splits.keys()):
             raise UserError(f"{table} lists images of {twice[0]}, and so does another metadata file. Delete one.")
         splits |= found
@@ -131,14 +137,17 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
 
 
 def divide(data: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the splits that the column `split` names."""
-    names = ["" if name is None else str(name).strip().lower() for name in rows["split"][:]]
+    """Return the splits that the column `split` names; none if there is no such column, in whatever case."""
+    column = next((name for name in rows.column_names if name.lower() == "split"), None)
+    if column is None:
+        return {}
+    names = ["" if name is None else str(name).strip().lower() for name in rows[column][:]]
     if unknown := {*names} - SPLITS_BY_NAME.keys():
         raise UserError(
             f"{data}: the column split must hold train, validation or test, got {min(unknown)!r}. Correct or "
             "rename it."
         )
-    return _divide(rows.remove_columns("split"), names)
+    return _divide(rows.remove_columns(column), names)
 
 
 def _divide(rows: Dataset, names: list[str]) -> dict[str, Dataset]:
@@ -151,7 +160,9 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
     chosen = getattr(args, f"{what}_column")
     chosen = [chosen] if isinstance(chosen, str) else chosen or []
     if not chosen and len(found) != 1:
-        problem = f"{' and '.join(found)} may hold the {what}s." if found else f"no column is called {what}."
+        paths = ", and none begins with the path of an image and its suffix, such as cat/1.jpg" * (what == "image")
+        named = f"no column is called {'file_name' if paths else what}{paths}."
+        problem = f"{' and '.join(found)} may hold the {what}s." if found else named
         if not possible:
             raise UserError(f"{args.data}: no column holds images, so none can be chosen. Give a table of paths.")
         raise UserError(f"{args.data}: {problem} Choose one of {sorted(possible)} with --{what}_column.")

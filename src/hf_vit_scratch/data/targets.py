@@ -42,6 +42,15 @@ def describe(feature: Any) -> str:
     return f"any of {len(names)} labels for each image" if hasattr(feature, "feature") else f"{len(names)} classes"
 
 
+def contents(rows: Dataset) -> str:
+    """Return the names of the first five classes or labels, or the range of each number."""
+    names = label_names(rows.features["label"])
+    if isinstance(rows.features["label"], dict):
+        ranges = zip(names, targets_of(rows).min(axis=0), targets_of(rows).max(axis=0), strict=True)
+        return "; ".join(f"{name} from {low:g} to {high:g}" for name, low, high in ranges)
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+
+
 def to_array(feature: Any, labels: Sequence[Any]) -> NDArray[Any]:
     """Return labels as the targets of a model; see the top of this module."""
     if isinstance(feature, dict):
@@ -169,8 +178,8 @@ def encode_labels(
     else:
         raise UserError(
             f"{data}: a label must be a name, a whole number, true or false, a list of these, or a decimal number. "
-            f"Several columns must all hold 0 and 1, or decimal numbers. But {held}. Correct mixed types, or choose "
-            "with --label_column."
+            f"Several columns must all hold 0 and 1, or decimal numbers such as 3.0. But {held}. Correct mixed types, "
+            "or choose with --label_column."
         )
     if not is_list and not isinstance(feature, dict):
         feature, labels = feature.feature, {split: [row[0] for row in rows] for split, rows in labels.items()}
@@ -209,6 +218,12 @@ def _number_names(
             f"{data}: labels must be numbers or names, but {decimals[0]!r} and {words[0]!r} are mixed types. Correct "
             "or delete these rows."
         )
+    commas = [name for name in names if re.fullmatch(r"[+-]?\d+,\d+", str(name))]
+    if commas and all(re.fullmatch(r"[+-]?[\d.,]+", str(name)) for name in names):
+        raise UserError(
+            f"{data}: labels such as {commas[0]!r} are numbers with a comma. Write them with a decimal point, or, if "
+            "they are several labels, give --label_separator ','."
+        )
     if any(len({*row}) < len(row) for row in lists[train] if row):
         raise UserError(
             f"{data}: a list of labels must name each once. For zeros and ones, use a column for each label instead."
@@ -220,10 +235,13 @@ def _number_names(
 
 def _cells(rows: Dataset, columns: list[str]) -> list[tuple[Any, ...]]:
     """Return the rows of columns. Texts have no blanks around them, and those of blanks alone are missing."""
-    cells = (
-        [value.strip() or None if isinstance(value, str) else value for value in rows[name][:]] for name in columns
-    )
-    return list(zip(*cells, strict=True))
+    return list(zip(*(map(_stripped, rows[name][:]) for name in columns), strict=True))
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_stripped, value)]
+    return value.strip() or None if isinstance(value, str) else value
 
 
 def _holds(feature: Any, *kinds: str) -> bool:

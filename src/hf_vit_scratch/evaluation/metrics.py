@@ -53,10 +53,10 @@ class TopKAccuracy(evaluate.Metric):
 
 
 def problem_type_of(targets: Any) -> ProblemType:
-    """Return the problem type of targets, a tensor or an array: ids (N,), integers (N, L), or floats (N, L)."""
-    if targets.ndim == 1:
-        return "single_label_classification"
-    return "regression" if "float" in str(targets.dtype) else "multi_label_classification"
+    """Return the problem type of targets, a tensor or an array: ids (N,), integers (N, L), or floats."""
+    if "float" in str(targets.dtype):
+        return "regression"
+    return "single_label_classification" if targets.ndim == 1 else "multi_label_classification"
 
 
 def wilson_interval(share: float, number: int) -> tuple[float, float]:
@@ -66,8 +66,9 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute the Trainer's metrics from logits (N, L), and the targets (N, ...).
+    """Compute the Trainer's metrics from logits (N, L) and targets.
 
+    Targets are integers, ids (N,) of single classes or zeros and ones (N, L) of several labels, or floats of numbers.
     An accuracy has its 95% confidence interval beside it. Of five classes or fewer there is no top-5 accuracy, which
     would be 1. Scores of several labels or numbers are means over them.
 

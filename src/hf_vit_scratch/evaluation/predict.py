@@ -74,7 +74,7 @@ def find_images(names: Sequence[str]) -> list[str]:
         UserError: A name leads to no image.
     """
     found: dict[str, None] = {}
-    for name in names:
+    for name in [names] if isinstance(names, str) else names:
         path = local_path(name)
         files = [path]
         if path.is_dir():
@@ -125,8 +125,11 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
 def refuse_other_models(model: Any) -> None:
     """Raise a `UserError` unless a model is a classifier of this package."""
     if not isinstance(model, ViTScratchForImageClassification):
-        given = f"{type(model).__name__}. Convert it with `vit-scratch convert`."
-        raise UserError(f"The model must be a ViTScratchForImageClassification, got {given}")
+        given, ours = type(model).__name__, ViTScratchForImageClassification.__name__
+        advice = (
+            "Import hf_vit_scratch, then load it again" if given == ours else "Convert it by `vit-scratch convert`"
+        )
+        raise UserError(f"The model must be a {ours} of this package, got {given}. {advice}.")
 
 
 def predict(
@@ -140,6 +143,7 @@ def predict(
 ) -> Iterator[dict[str, Any]]:
     """Classify image files in batches. The scores are those of transformers' pipeline.
 
+    Threads must not share a classifier: load one for each.
     The model computes `batch_size` images at once. They are decoded by `num_workers` processes, or by this one. The
     `top_k` likeliest classes are given, or all numbers.
 

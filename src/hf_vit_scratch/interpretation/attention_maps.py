@@ -90,6 +90,8 @@ def class_attention(
         outputs = model.eval()(pixel_values, output_attentions=True, return_dict=True)
         logits = outputs.logits
         ids = logits.argmax(dim=-1) if class_ids is None else class_ids
+        if len(ids) != len(logits):
+            raise ValueError(f"class_ids must have one id for each of the {len(logits)} images, got {len(ids)}.")
         # One backward pass serves all images: the logit of one has no gradient in another.
         gradients = torch.autograd.grad(logits[range(len(logits)), ids].sum(), outputs.attentions)
     dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -374,9 +374,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
-        if not isinstance(config, ViTScratchConfig) and "patch_size" not in kwargs:
+        is_object = hasattr(config, "grid_size")  # perhaps of remote code, where the class is another one
+        if not is_object and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
-        elif isinstance(config, ViTScratchConfig) and pretrained_model_name_or_path is not None:
+        elif is_object and pretrained_model_name_or_path is not None:
             fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
             saved = type(config).from_dict(fields) if fields else config  # an adapter's folder has no config.json
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
@@ -549,6 +550,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
                 f"label_mean and label_scale must have a number for each of the {config.num_labels} labels, got "
                 f"{config.label_mean} and {config.label_scale}."
             )
+        self.num_labels = config.num_labels  # as in transformers' classifiers
         self.vit = ViTScratchModel(config)
         width = config.classifier_hidden_size or config.hidden_size
         self.pre_logits: nn.Module = nn.Identity()

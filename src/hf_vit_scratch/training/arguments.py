@@ -170,6 +170,8 @@ class ViTTrainingArguments(TrainingArguments):
             raise UserError("early_stopping_patience needs evaluations: give --eval_strategy steps or epoch.")
         if self.early_stopping_patience is not None and self.eval_on_start:
             raise UserError("early_stopping_patience would count eval_on_start at each resumption. Leave one out.")
+        if not self.dataloader_num_workers:  # of a recipe for several
+            self.dataloader_persistent_workers, self.dataloader_prefetch_factor = False, None
         if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
             self.disable_tqdm = True  # in a file, each step of a bar would be a line
         if not torch.accelerator.is_available():

@@ -1,6 +1,5 @@
 """What a classifier learns after training: calibrated scores, and which images it does not know."""
 
-import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..data.dataset import BatchTransform, ImageClassificationDataset
-from ..evaluation.trust import UNKNOWN, Trust
+from ..evaluation.trust import Trust
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from .trainer import ViTTrainer
-
-logger = logging.getLogger(__name__)
 
 MOST_IMAGES = 4000  # training images whose vectors are computed
 
@@ -32,10 +29,6 @@ def calibrate(trainer: ViTTrainer) -> None:
         return
     if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
-    if UNKNOWN in model.config.label2id:
-        logger.warning(
-            "A class is called %r, which is also the answer of `predict` to other images. Rename it.", UNKNOWN
-        )
     rows = np.random.default_rng(seed).permutation(len(train))
     labels = train.labels.numpy()[rows]
     visits = pd.Series(labels).groupby(labels).cumcount()
@@ -46,7 +39,7 @@ def calibrate(trainer: ViTTrainer) -> None:
     with torch.no_grad():
         for parameter in model.classifier.parameters():
             parameter.div_(trust.temperature)
-    model.config.temperature = trust.temperature
+    model.config.temperature = (model.config.temperature or 1.0) * trust.temperature
     trainer.save_model(_internal_call=True)
     if trainer.args.should_save:
         trust.save(Path(str(trainer.args.output_dir)))

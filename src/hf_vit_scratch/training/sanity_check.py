@@ -16,7 +16,7 @@ from torch import Tensor
 from ..data.dataset import ImageClassificationDataset
 from ..data.groups import LISTING
 from ..data.images import denormalize
-from ..data.targets import class_counts, label_names, label_problems, problem_type, targets_of
+from ..data.targets import class_counts, contents, label_names, label_problems, problem_type
 from ..evaluation.figures import plot_images
 from ..evaluation.metrics import problem_type_of
 from .auto_config import images_in_pass, images_per_second, planned_passes, sizes_and_modes
@@ -58,9 +58,7 @@ def _labels(splits: DatasetDict, trainer: ViTTrainer) -> list[str]:
     names = label_names(feature)
     for split, rows in splits.items():
         if problem_type(feature) == "regression":
-            ranges = zip(names, targets_of(rows).min(axis=0), targets_of(rows).max(axis=0), strict=True)
-            listed = "; ".join(f"{name} from {low:g} to {high:g}" for name, low, high in ranges)
-            print(f"Numbers    {split}: {len(rows)} images, {listed}")
+            print(f"Numbers    {split}: {len(rows)} images, {contents(rows)}")
             continue
         counts = class_counts(rows)
         rarest, commonest = int(counts.argmin()), int(counts.argmax())

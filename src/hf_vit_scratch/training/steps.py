@@ -27,9 +27,10 @@ from ..data.masking import MaskedImageDataset
 from ..data.mixup import Mixup
 from ..data.splits import absolute, count_learnt, fingerprint, load_splits
 from ..data.streaming import ImageClassificationStream
-from ..data.targets import class_counts, describe, label_names, label_problems, problem_type, targets_of
+from ..data.targets import class_counts, contents, describe, label_names, label_problems, problem_type, targets_of
 from ..errors import UserError, blame_the_user
 from ..evaluation.metrics import METRIC_NAMES, compute_metrics
+from ..evaluation.trust import UNKNOWN
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import (
     ViTScratchForImageClassification,
@@ -230,6 +231,10 @@ def fit_to_labels(
             f"{data}: --balanced_sampling, --class_weighting and --target_accuracy need one class per image, but the "
             f"labels are {describe(feature)}. Leave them out."
         )
+    if single and UNKNOWN in (config.label2id or ()):
+        logger.warning(
+            "A class is called %r, which is also the answer of `predict` to other images. Rename it.", UNKNOWN
+        )
     if kind == "regression":
         numbers = targets_of(rows).astype(np.float64)
         config.label_mean = numbers.mean(axis=0).tolist()
@@ -322,10 +327,11 @@ def build_trainer(
         )
     auto_config.checkpoint_activations(model, training)
     logger.info(
-        "%.2fM parameters; %s; %s; training on %s",
+        "%.2fM parameters; %s; %s: %s; training on %s",
         model.num_parameters() / 1e6,
         ", ".join(f"{len(rows)} {name}" for name, rows in splits.items() if isinstance(rows, Dataset)),
         describe(feature),
+        contents(splits["validation"] if data_args.streaming else splits["train"]),
         training.device,
     )
     return trainer, dataset_class(splits["test"], transform)

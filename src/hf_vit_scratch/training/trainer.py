@@ -1,5 +1,6 @@
 """The stock Trainer, with what training a Vision Transformer from scratch needs beyond it."""
 
+import copy
 import logging
 import math
 import shutil
@@ -31,6 +32,7 @@ from .arguments import ViTTrainingArguments, refuse_with_fsdp
 from .checkpointing import (
     CHECKSUMS,
     best_checkpoint,
+    complete_checkpoints,
     delete_checkpoint,
     describe_last_checkpoint,
     find_checkpoint,
@@ -144,6 +146,7 @@ class ViTTrainer(Trainer):
     ):
         if not isinstance(args, ViTTrainingArguments):
             raise UserError(f"args must be ViTTrainingArguments, got {type(args).__name__}.")
+        args = copy.copy(args)  # which is changed below, and may be that of another trainer
         super().__init__(model, args, data_collator or collate, *others, **kwargs)
         default_metric = ViTTrainingArguments.metric_for_best_model
         if self.compute_metrics is None and self.args.metric_for_best_model == default_metric:  # only the loss
@@ -191,11 +194,15 @@ class ViTTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the stock Trainer does. Afterwards the model holds the averaged weights, if there are any.
 
+        SIGTERM saves a checkpoint and ends the training early, without an error: look at `stopped` before going on.
+
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
             KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is None and (old := complete_checkpoints(Path(self.args.output_dir))):
+            logger.warning("%s is of another run, and may be what is resumed later. Use an empty output_dir.", old[0])
         self.has_seen_batch = self.stopped = False
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
