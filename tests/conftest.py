@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models are fastest on one thread
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_vit_scratch_tests_")
 
+import functools
 import gc
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers.utils import logging as transformers_logging
 
+from hf_vit_scratch.data import sources
+
 torch.set_num_threads(1)
+sources.load_digits = functools.cache(sources.load_digits)  # most runs take them
 # Garbage collection ends the queue to a loader's worker first. The worker is then ended after so many seconds, not 5.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 datasets.disable_progress_bars()

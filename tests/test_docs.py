@@ -31,6 +31,7 @@ ELSEWHERE = re.compile(
 LAUNCHED = re.compile(r"accelerate launch .*?(?:-m vit_scratch train|train\.py)(.*)")
 HUB = ("uoft-cs/cifar10", "ILSVRC/imagenet-1k")  # data sets that pages name
 SIZES = ["--hidden_size=32", "--num_hidden_layers=2", "--num_attention_heads=2", "--intermediate_size=64"]
+TRAINED: set[tuple[str, ...]] = set()
 SHORT = ["--max_train_minutes=0.02", "--logging_steps=1", "--speed_choice=plain", "--use_cpu=true"]
 
 
@@ -91,6 +92,9 @@ def run_command(command):
         if args.data.data != "digits" and not Path(args.data.data).exists():
             assert args.data.data in HUB, command
             return
+        if (given := tuple(argv)) in TRAINED:  # by another page; `things` has what it leaves
+            return
+        TRAINED.add(given)
         shutil.rmtree(args.training.output_dir, ignore_errors=True)
         sizes = SIZES if args.model.model is None else []  # a trained model has its own
         assert vit_scratch.main([*argv, *SHORT, *sizes]) == 0

@@ -171,7 +171,8 @@ def test_compiled_model_is_one_graph_for_every_batch_and_equals_the_model(model,
     counts = []
     for batch in (2, 3, 5):
         pixel_values, labels = torch.randn(batch, 3, 16, 24), torch.arange(batch)
-        outputs, expected = compiled(pixel_values, labels=labels), model(pixel_values, labels=labels)
+        with torch.set_grad_enabled(training):
+            outputs, expected = compiled(pixel_values, labels=labels), model(pixel_values, labels=labels)
         counts.append(counter.frame_count)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-5)
         if training:

@@ -133,15 +133,9 @@ def test_8_bit_integers_are_smaller_and_near(format, tmp_path):
     full, small = (sum(file.stat().st_size for file in folder.glob("model.*")) for folder in (tmp_path, path.parent))
     assert small < 0.75 * full
     assert 1e-4 < np.abs(ours - theirs).max() < 0.3
-
-
-@pytest.mark.slow
-def test_all_products_with_weights_are_of_8_bit_integers(tmp_path):
-    calibration = [np.random.default_rng(n).integers(0, 256, (1, 30, 40, 3), dtype=np.uint8) for n in range(8)]
-    path = export(classifier(), tmp_path, "onnx", calibration)
-
-    weights = {weight.name: weight for weight in onnx.load(path).graph.initializer}
-    assert sum(weight.data_type == onnx.TensorProto.INT8 for weight in weights.values() if weight.dims) >= 14
+    if format == "onnx":  # all products with weights are of 8-bit integers
+        weights = [weight for weight in onnx.load(path).graph.initializer if weight.dims]
+        assert sum(weight.data_type == onnx.TensorProto.INT8 for weight in weights) >= 14
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from hf_vit_scratch.data.splits import SPLITS, count_learnt, list_splits, load_s
 from hf_vit_scratch.data.targets import describe, label_names, label_problems, problem_type, targets_of
 from hf_vit_scratch.errors import UserError
 
+SMALL = [Image.new("L", (4, 4))] * 20  # what is in them plays no part
 NAMES = [f"{kind}/{number:02}.png" for kind in ("cat", "dog") for number in range(10)]
 
 
@@ -105,10 +106,10 @@ def test_names_of_class_folders_are_split_at_the_separator(photographs, tmp_path
     assert {tuple(sorted(label)) for label in rows["label"]} == {(1, 3), (0, 1), (2, 3), (0, 2)}
 
 
-def test_columns_of_two_classes_each_are_several_labels(photographs, tmp_path):
+def test_columns_of_two_classes_each_are_several_labels(tmp_path):
     names = ClassLabel(names=["no", "yes"])
     Dataset.from_dict(
-        {"image": photographs * 10, "a": [0, 1] * 10, "b": [1, 0] * 10},
+        {"image": SMALL, "a": [0, 1] * 10, "b": [1, 0] * 10},
         features=Features({"image": ImageFeature(), "a": names, "b": names}),
     ).to_parquet(tmp_path / "a.parquet")
 
@@ -118,9 +119,9 @@ def test_columns_of_two_classes_each_are_several_labels(photographs, tmp_path):
 
 
 @pytest.mark.parametrize("separator", [None, ","])
-def test_unknown_class_is_no_label_with_a_separator_either(separator, photographs, tmp_path):
+def test_unknown_class_is_no_label_with_a_separator_either(separator, tmp_path):
     Dataset.from_dict(
-        {"image": photographs * 10, "label": [-1, 1] * 10},
+        {"image": SMALL, "label": [-1, 1] * 10},
         features=Features({"image": ImageFeature(), "label": ClassLabel(names=["a,b", "b,c"])}),
     ).to_parquet(tmp_path / "a.parquet")
 
@@ -128,18 +129,18 @@ def test_unknown_class_is_no_label_with_a_separator_either(separator, photograph
         load_splits(str(tmp_path), label_separator=separator, near_duplicates="ignore")
 
 
-def test_class_that_is_called_minus_one_is_a_class(photographs, tmp_path):
+def test_class_that_is_called_minus_one_is_a_class(tmp_path):
     features = Features({"image": ImageFeature(), "label": Value("int64")})
     for split, labels in (("train", [-1, 1] * 10), ("validation", [-1] * 4)):
-        rows = {"image": (photographs * 10)[: len(labels)], "label": labels}
+        rows = {"image": SMALL[: len(labels)], "label": labels}
         Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}-0.parquet")
 
     assert load_splits(str(tmp_path), near_duplicates="ignore")["validation"]["label"][:] == [0] * 4
 
 
-def test_separator_beside_lists_of_classes_is_refused(photographs, tmp_path):
+def test_separator_beside_lists_of_classes_is_refused(tmp_path):
     features = Features({"image": ImageFeature(), "label": List(ClassLabel(names=["a", "b"]))})
-    rows = {"image": photographs * 6, "label": [[0], [0, 1]] * 6}
+    rows = {"image": SMALL[:12], "label": [[0], [0, 1]] * 6}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
 
     with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'label' holds List"):
@@ -153,9 +154,9 @@ def test_separator_beside_several_columns_is_refused(folder):
 
 
 @pytest.mark.parametrize("columns", [["image"], ["label", "label"], ["photo"]], ids=str)
-def test_label_columns_that_cannot_be_told_apart_are_refused(columns, photographs, tmp_path):
+def test_label_columns_that_cannot_be_told_apart_are_refused(columns, tmp_path):
     features = Features({"photo": ImageFeature(), "image": Value("string"), "label": Value("string")})
-    rows = {"photo": photographs * 10, "image": ["a", "b"] * 10, "label": ["a", "b"] * 10}
+    rows = {"photo": SMALL, "image": ["a", "b"] * 10, "label": ["a", "b"] * 10}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
 
     with pytest.raises(UserError, match=r"the columns of labels must differ from each other and from that of the im"):
@@ -496,9 +497,9 @@ def test_columns_of_zeros_and_ones_are_several_labels_per_image(folder, kind):
     np.testing.assert_array_equal(targets_of(rows), np.stack((numbers % 2 == 0, numbers >= 10), axis=1))
 
 
-def test_lists_of_named_classes_in_parquet_are_several_labels_per_image(tmp_path, photographs):
+def test_lists_of_named_classes_in_parquet_are_several_labels_per_image(tmp_path):
     features = Features({"image": ImageFeature(), "labels": List(ClassLabel(names=["a", "b", "c"]))})
-    columns = {"image": photographs * 5, "labels": [[0, 2], [1]] * 5}
+    columns = {"image": SMALL[:10], "labels": [[0, 2], [1]] * 5}
     Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "train.parquet")
 
     rows = load_splits(str(tmp_path), near_duplicates="ignore")["train"]
@@ -507,9 +508,9 @@ def test_lists_of_named_classes_in_parquet_are_several_labels_per_image(tmp_path
     assert {tuple(row) for row in targets_of(rows).tolist()} == {(1, 0, 1), (0, 1, 0)}
 
 
-def test_row_without_a_list_of_labels_is_refused(photographs):
+def test_row_without_a_list_of_labels_is_refused():
     features = Features({"image": ImageFeature(), "label": List(ClassLabel(names=["a", "b", "c"]))})
-    rows = Dataset.from_dict({"image": photographs[:2], "label": [[0, 2], None]}, features=features)
+    rows = Dataset.from_dict({"image": SMALL[:2], "label": [[0, 2], None]}, features=features)
 
     with pytest.raises(UserError, match=r"^row 1 has no list of labels\. Without any, it needs an empty one\."):
         targets_of(rows)

@@ -19,7 +19,7 @@ from hf_vit_scratch.data.mixup import Mixup
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.trainer import ViTTrainer
 
-STEPS = 100 if os.environ.get("RELIABILITY") == "long" else 20
+STEPS = 100 if os.environ.get("RELIABILITY") == "long" else 10
 AUGMENTATION = {
     "initial_image_size": (8, 16), "initial_image_size_fraction": 0.3, "augmentation_off_fraction": 0.2,
     "mixing_start_fraction": 0.2, "policy_start_fraction": 0.5,

@@ -25,8 +25,9 @@ LABELS = ["cat", "dog", "eel"]
 
 
 @pytest.fixture
-def finished_run(tmp_path):
-    """Makes the folder of a run with three test images, of which `right` were classified rightly."""
+def finished_run(tmp_path, monkeypatch):
+    """Makes the folder of a run with three test images, of which `right` are classified rightly; figures are empty."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).touch())
 
     def make(name, right=2, data_is_on_the_hub=True, **recipe):
         folder = tmp_path / name
@@ -82,7 +83,8 @@ def test_card_says_whether_predict_may_call_an_image_unknown(calibrated, finishe
     assert (said in (tmp_path / "zoo.md").read_text()) == calibrated
 
 
-def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path):
+def test_card_shows_the_results_and_has_its_pictures(finished_run, tmp_path, monkeypatch):
+    monkeypatch.undo()  # real figures
     make_card([finished_run("a")], tmp_path / "cards" / "zoo.md")
 
     text = (tmp_path / "cards" / "zoo.md").read_text()

@@ -984,7 +984,9 @@ def test_initial_weights_have_the_configured_spread():
 @pytest.mark.parametrize("chosen", [None, 0.3])
 @pytest.mark.parametrize("patch_size", [4, [2, 8], 16])
 def test_patch_embedding_starts_with_unit_gain_or_the_chosen_spread(patch_size, chosen):
-    config = ViTScratchConfig(image_size=16, patch_size=patch_size, patch_initializer_range=chosen)
+    config = ViTScratchConfig(
+        image_size=16, patch_size=patch_size, patch_initializer_range=chosen, num_hidden_layers=1
+    )
     projection = ViTScratchModel(config).embeddings.patch_embeddings.projection
 
     tokens = projection(torch.randn(500, 3, *config.patch_height_width)).detach()

@@ -14,8 +14,11 @@ from hf_vit_scratch.speed import hardware
 
 PAGE_FAULTS = """
 import resource
+import runpy
+import sys
 import torch
-from hf_vit_scratch.speed.hardware import keep_freed_memory
+
+keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]  # without the package, whose import takes seconds
 
 def step():
     for _ in range(4):
@@ -35,7 +38,7 @@ glibc_only = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it co
 
 def page_faults(**variables):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
-    command = [sys.executable, "-c", PAGE_FAULTS]
+    command = [sys.executable, "-c", PAGE_FAULTS, hardware.__file__]
     output = subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=True).stdout.split()
     return output[0] == "True", int(output[1])
 

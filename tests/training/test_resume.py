@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from test_trainer import EarlierIsBetter, make_trainer
 from hf_vit_scratch.data import dataset
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.speed import optimize
+from hf_vit_scratch.training.checkpointing import finish_checkpoint
+from hf_vit_scratch.training.recipe import parse_recipe
+from hf_vit_scratch.training.run_directory import resolve_checkpoint
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 
@@ -180,33 +184,36 @@ def test_resuming_with_another_recipe_names_what_differs(tmp_path):
     assert train.main([*argv, *resume, "--logging_steps", "3"])["epoch"] == pytest.approx(2 / 11)
 
 
-def test_evaluations_that_can_end_the_training_stay_as_they_were(tmp_path):
-    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
-            "--save_steps", "2", "--early_stopping_patience", "3", "--output_dir", str(tmp_path)]  # fmt: skip
-    train.main(argv)
-
-    with pytest.raises(UserError, match=r"with another recipe: eval_steps 1\.0 \(was 2\.0\)"):
-        train.main([*argv, "--eval_steps", "1", "--resume_from_checkpoint", "true"])
-    train.main([*argv, "--logging_steps", "1", "--resume_from_checkpoint", "true"])
+BEST, PATIENCE = ["--load_best_model_at_end", "true"], ["--early_stopping_patience", "3"]
 
 
-def test_evaluations_that_choose_the_best_model_stay_as_they_were(tmp_path):
-    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps",
-            "--save_steps", "2", "--load_best_model_at_end", "true", "--output_dir", str(tmp_path)]  # fmt: skip
-    train.main(argv)
+@pytest.mark.parametrize(
+    ("flags", "changed", "message"),
+    [
+        (["--eval_steps", "2", *PATIENCE], ["--eval_steps", "1"], r"eval_steps 1\.0 \(was 2\.0\)"),
+        (["--eval_steps", "2", *PATIENCE], ["--logging_steps", "1"], None),
+        (
+            BEST,
+            ["--eval_strategy", "no", "--save_strategy", "no"],
+            r"eval_strategy no \(was steps\), save_strategy no",
+        ),
+        (
+            ["--eval_steps", "null", "--logging_steps", "2", *PATIENCE],  # they come with log lines
+            ["--logging_steps", "1"],
+            r"logging_steps 1\.0 \(was 2\.0\)",
+        ),
+    ],
+)
+def test_evaluations_that_decide_the_result_stay_as_they_were(flags, changed, message, tmp_path):
+    argv = ["--eval_strategy", "steps", "--save_strategy", "steps", *flags, "--output_dir", str(tmp_path)]
+    parse_recipe(argv)[1].save(tmp_path, "the command")
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "scheduler.pt").touch()
+    finish_checkpoint(tmp_path / "checkpoint-2", None, None)
+    args, recipe = parse_recipe([*argv, *changed, "--resume_from_checkpoint", "true"])
 
-    with pytest.raises(UserError, match=r"with another recipe: eval_strategy no \(was steps\), save_strategy no"):
-        train.main([*argv, "--eval_strategy", "no", "--save_strategy", "no", "--resume_from_checkpoint", "true"])
-
-
-def test_log_lines_that_come_with_evaluations_stay_as_they_were(tmp_path):
-    argv = [*SMALL, "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "null", "--save_strategy", "steps",
-            "--save_steps", "2", "--early_stopping_patience", "3", "--output_dir", str(tmp_path),
-            "--logging_steps"]  # fmt: skip
-    train.main([*argv, "2"])
-
-    with pytest.raises(UserError, match=r"with another recipe: logging_steps 1\.0 \(was 2\.0\)"):
-        train.main([*argv, "1", "--resume_from_checkpoint", "true"])
+    with nullcontext() if message is None else pytest.raises(UserError, match=rf"with another recipe: {message}"):
+        assert resolve_checkpoint(args.training, recipe) == tmp_path / "checkpoint-2"
 
 
 def test_resumed_run_logs_evaluates_and_saves_when_its_own_flags_say(tmp_path):

@@ -27,6 +27,7 @@ from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training import steps
 from hf_vit_scratch.training.recipe import RECIPES, parse_recipe
+from hf_vit_scratch.training.run_directory import resolve_checkpoint
 from hf_vit_scratch.training.trainer import ViTTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -265,10 +266,9 @@ def test_list_of_near_duplicates_of_a_check_is_replaced(tmp_path):
     listing = tmp_path / LISTING
     listing.write_text("image_1,split_1,image_2,split_2,same_label\na,train,b,test,True\n")
 
-    train.main([*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--output_dir", str(tmp_path)])
+    steps.load_data(parse_recipe([])[0], listing)
 
     assert not listing.exists()  # the recipe ignores near duplicates
-    assert "near_duplicates" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
 def test_near_duplicates_are_listed_where_a_run_asks_and_nowhere_else(tmp_path, class_folders):
@@ -470,16 +470,14 @@ def test_value_that_a_library_refuses_is_the_users_mistake(argv, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_null_is_not_called_idle(tmp_path):
-    train.main([*SMALL, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_strategy", "no", "--mask_ratio",
-                "null", "--randaugment_num_ops=null", "--muon_beta2", "null"])  # fmt: skip
-    assert (tmp_path / "metrics.json").is_file()
+def test_null_is_not_called_idle():
+    steps.check_and_seed(*parse_recipe(["--mask_ratio", "null", "--randaugment_num_ops=null", "--muon_beta2", "null"]))
 
 
 def test_file_that_macos_writes_is_no_run(tmp_path):
     (tmp_path / ".DS_Store").touch()
-    train.main([*SMALL, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_strategy", "no"])
-    assert (tmp_path / "metrics.json").is_file()
+    args, recipe = parse_recipe(["--output_dir", str(tmp_path)])
+    assert resolve_checkpoint(args.training, recipe) is None
 
 
 def test_error_within_training_keeps_its_type(tmp_path, monkeypatch):

@@ -597,7 +597,7 @@ def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(
 
 
 def test_arguments_of_another_trainer_stay_as_they_are(tmp_path):
-    args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False, learning_rate=0.5)
+    args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False)
     args.lr_scheduler_type = "reduce_lr_on_plateau"
     before = args.to_dict()
 

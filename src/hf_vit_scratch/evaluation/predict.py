@@ -126,10 +126,10 @@ def refuse_other_models(model: Any) -> None:
     """Raise a `UserError` unless a model is a classifier of this package."""
     if not isinstance(model, ViTScratchForImageClassification):
         given, ours = type(model).__name__, ViTScratchForImageClassification.__name__
-        advice = (
-            "Import hf_vit_scratch, then load it again" if given == ours else "Convert it by `vit-scratch convert`"
-        )
-        raise UserError(f"The model must be a {ours} of this package, got {given}. {advice}.")
+        advice = "Convert it with `vit-scratch convert`"
+        if given == ours:  # from code beside the weights
+            advice = "Load it again after `import hf_vit_scratch`"
+        raise UserError(f"The model must be a {ours}, got {given}. {advice}.")
 
 
 def predict(
