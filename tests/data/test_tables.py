@@ -672,6 +672,13 @@ def test_table_without_paths_is_refused(folder):
         load_splits(str(folder / "labels.csv"))
 
 
+def test_table_without_rows_is_refused(folder):
+    (folder / "labels.csv").write_text("file_name,label\n")
+
+    with pytest.raises(UserError, match=r"labels\.csv has no rows\."):
+        load_splits(str(folder / "labels.csv"))
+
+
 def test_numbers_mixed_with_words_are_refused(folder):
     labels = ["0.5"] * 10 + ["n/a"] * 10
     refused(folder, r"labels must be numbers or names, but '0\.5' and 'n/a' are mixed types", label=labels)
@@ -780,13 +787,6 @@ def test_table_that_cannot_be_read_is_named(folder):
 
     with pytest.raises(UserError, match=r"labels\.jsonl cannot be read as a table with one type in each column: "):
         load_splits(str(folder / "labels.jsonl"))
-
-
-def test_table_without_rows_is_refused(folder):
-    (folder / "labels.csv").write_text("file_name,label\n")
-
-    with pytest.raises(UserError, match=r"labels\.csv cannot be read as a table"):
-        load_splits(str(folder / "labels.csv"))
 
 
 def test_table_of_a_folder_is_named(folder):

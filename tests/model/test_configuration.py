@@ -101,6 +101,14 @@ def test_misspelt_field_names_the_right_one(name):
         ViTScratchConfig(**{name: 3})
 
 
+@pytest.mark.parametrize(
+    ("name", "field"), [("num_layers", "num_hidden_layers"), ("num_heads", "num_attention_heads")]
+)
+def test_word_of_timm_names_the_field(name, field):
+    with pytest.raises(ValueError, match=rf"no field '{name}'\. Did you mean '{field}'\?"):
+        ViTScratchConfig(**{name: 3})
+
+
 def test_unknown_field_unlike_any_other_is_kept():
     assert ViTScratchConfig(finetuned_on="beans").finetuned_on == "beans"
 

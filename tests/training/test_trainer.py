@@ -377,7 +377,16 @@ def test_arguments_can_be_copied_with_a_change(task, tmp_path):
     arguments = ViTTrainingArguments(str(tmp_path), learning_rate=0.5, task=task)
     copy = dataclasses.replace(arguments, seed=7)
     assert (copy.seed, copy.learning_rate, copy.debug) == (7, 0.5, [])
-    assert dataclasses.replace(copy, task="image-classification").label_names is None
+    assert dataclasses.replace(copy, task="image-classification").label_names == ["labels"]
+
+
+def test_compiled_model_is_evaluated_with_its_labels(tmp_path):
+    trainer = make_trainer(tmp_path)
+    compiled = ViTTrainer(
+        torch.compile(trainer.model, backend="eager"), trainer.args, eval_dataset=trainer.eval_dataset
+    )
+
+    assert compiled.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-6)
 
 
 def test_run_without_steps_is_refused(tmp_path):

@@ -103,7 +103,8 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
     for table in tables:
         with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
             rows = READERS[table.suffix.lower()](table, args.label_separator)
-            rows[0]
+        if not len(rows):
+            raise UserError(f"{table} has no rows. Add one for each image.")
         # The Hub's name, or the only column that begins with an image's path.
         with_paths = ["file_name"] if "file_name" in rows.column_names else [
             name for name, value in rows[0].items() if os.path.splitext(str(value))[1].lower() in SUFFIXES

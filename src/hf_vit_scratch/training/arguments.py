@@ -14,7 +14,6 @@ from ..data.options import AugmentationArguments, DataArguments, MixingArguments
 from ..errors import UserError
 from ..model.configuration_vit_scratch import POOLINGS, POSITION_EMBEDDING_TYPES, VARIANT_NAME
 
-TASKS = ("image-classification", "masked-image-modeling")
 # Options of transformers that must keep their value, and why.
 FIXED: dict[str, tuple[Any, str]] = {
     "remove_unused_columns": (False, "it would look for columns in batches"),
@@ -30,8 +29,11 @@ FIXED: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "it would round the model itself, which is saved afterwards; use bf16"),
     "fp16_full_eval": (False, "it would round the model itself, which is saved afterwards; use fp16"),
 }
-MASKED_LABELS = ["bool_masked_pos"]  # what the Trainer takes for the sign that there is a loss
-IN_A_COPY = {"debug": [], "label_names": MASKED_LABELS}  # the values above, in a copy by `dataclasses.replace`
+# What the Trainer takes for the sign that there is a loss. It would not find it in the signature of a compiled model.
+LABEL_NAMES = {"image-classification": ["labels"], "masked-image-modeling": ["bool_masked_pos"]}
+TASKS = tuple(LABEL_NAMES)
+# The values above, in a copy by `dataclasses.replace`.
+IN_A_COPY: dict[str, list[Any]] = {"debug": [[]], "label_names": [*LABEL_NAMES.values()]}
 
 
 @dataclass
@@ -154,7 +156,7 @@ class ViTTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
             given = getattr(self, name)
-            if given not in (value, IN_A_COPY.get(name, value)):
+            if given not in (value, *IN_A_COPY.get(name, ())):
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}. Leave it out.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
@@ -162,7 +164,7 @@ class ViTTrainingArguments(TrainingArguments):
             self.greater_is_better = False
         if self.task == "masked-image-modeling":
             self.metric_for_best_model = "loss"  # the only one
-        self.label_names = MASKED_LABELS if self.task == "masked-image-modeling" else None
+        self.label_names = LABEL_NAMES[self.task]
         check_ranges(self)
         if self.target_accuracy is not None and not self.calibrate:
             raise UserError("target_accuracy needs calibrate, which is false. Leave one of them out.")
