@@ -10,6 +10,7 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetInfo, Features, List, Value
@@ -412,6 +413,20 @@ def test_folders_of_splits_without_classes_are_refused(photographs, tmp_path):
     )
     with pytest.raises(UserError, match=message):
         load_splits(str(tmp_path))
+
+
+def test_class_folder_that_macos_has_named_is_the_class_of_the_same_name(class_folders):
+    (class_folders / "temple").rename(class_folders / "cafe\u0301")
+
+    assert load_splits(str(class_folders))["train"].features["label"].names == ["caf\u00e9", "flower"]
+
+
+def test_images_may_be_bytes_in_parquet(class_folders, tmp_path):
+    files = sorted(class_folders.glob("*/*.jpg"))
+    rows = {"image": [file.read_bytes() for file in files], "label": [file.parent.name for file in files]}
+    pd.DataFrame(rows).to_parquet(tmp_path / "images.parquet")
+
+    assert sum(map(len, load_splits(str(tmp_path / "images.parquet")).values())) == 24
 
 
 def test_folders_that_systems_make_are_no_classes(class_folders):

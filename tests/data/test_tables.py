@@ -382,6 +382,12 @@ def test_column_of_splits_may_be_written_in_other_ways(folder, header):
     assert [len(rows) for rows in load_splits(str(table), near_duplicates="ignore").values()] == [16, 2, 2]
 
 
+def test_name_that_is_written_in_two_ways_is_one_class(folder):
+    table = write_table(folder / "labels.csv", label=["caf\u00e9", "cafe\u0301", "bar", "bar"] * 5)
+
+    assert label_names(load_splits(str(table))["train"].features["label"]) == ["bar", "caf\u00e9"]
+
+
 def test_labels_in_lists_have_no_blanks_around_them(folder):
     table = write_table(folder / "labels.jsonl", label=[["cat ", "night"], ["cat"]] * 10)
 

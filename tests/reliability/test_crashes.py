@@ -68,7 +68,7 @@ def test_checkpoint_loses_its_checksums_before_its_files(tmp_path, monkeypatch):
 
 def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, times, figure):
     number = times(2, 3)
-    argv = [*SMALL, "--max_steps", "60", "--save_strategy", "steps", "--save_steps", "20", "--eval_strategy", "no",
+    argv = [*SMALL, "--max_steps", "20", "--save_strategy", "steps", "--save_steps", "20", "--eval_strategy", "no",
             "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")]  # fmt: skip
     command = [sys.executable, ROOT / "train.py", *argv]
     runs = [
@@ -81,7 +81,7 @@ def test_two_runs_started_into_one_folder_do_not_destroy_each_other(tmp_path, ti
     for run, output in zip(runs, outputs, strict=True):
         if run.returncode:
             assert "another run is writing into" in output or "is not empty" in output
-    assert (tmp_path / "run" / "checkpoint-60" / "trainer_state.json").is_file()
+    assert (tmp_path / "run" / "checkpoint-20" / "trainer_state.json").is_file()
     figure(f"{number} runs started at once into one folder: one trains, the others are refused")
 
 

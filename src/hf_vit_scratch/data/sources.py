@@ -3,6 +3,7 @@
 import glob
 import logging
 import os
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,10 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
         elif not files:
             raise UserError(f"{folder}: there are no images.")
         with blame_the_files(f"{folder}: the names of files and classes must be UTF-8"):
+            classes = ClassLabel(names=[unicodedata.normalize("NFC", name) for name in names])  # é may be two
             source[split] = Dataset.from_dict(
                 {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
-                features=Features({"image": datasets.Image(), "label": ClassLabel(names=names)}),
+                features=Features({"image": datasets.Image(), "label": classes}),
             )
     return DatasetDict(source)
 

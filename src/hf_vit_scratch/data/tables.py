@@ -69,8 +69,9 @@ READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
 
 def holds_images(feature: Any) -> bool:
     """Return whether a column holds encoded images: of this type, or as other programs write them into parquet."""
-    is_struct = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
-    return isinstance(feature, datasets.Image) or (is_struct and "binary" in getattr(feature["bytes"], "dtype", ""))
+    if isinstance(feature, dict) and {*feature} == {"bytes", "path"}:
+        feature = feature["bytes"]
+    return isinstance(feature, datasets.Image) or "binary" in getattr(feature, "dtype", "")
 
 
 def parquet_holds_images(file: Path) -> bool:

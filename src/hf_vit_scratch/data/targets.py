@@ -7,6 +7,7 @@ List(ClassLabel)               multi_label_classification   zeros and ones, int8
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Any, Literal
@@ -234,14 +235,14 @@ def _number_names(
 
 
 def _cells(rows: Dataset, columns: list[str]) -> list[tuple[Any, ...]]:
-    """Return the rows of columns. Texts have no blanks around them, and those of blanks alone are missing."""
+    """Return the rows of columns. Texts are composed (NFC), without blanks around them; blanks alone are missing."""
     return list(zip(*(map(_stripped, rows[name][:]) for name in columns), strict=True))
 
 
 def _stripped(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_stripped, value)]
-    return value.strip() or None if isinstance(value, str) else value
+    return unicodedata.normalize("NFC", value.strip()) or None if isinstance(value, str) else value
 
 
 def _holds(feature: Any, *kinds: str) -> bool:
