@@ -187,7 +187,7 @@ def test_parquet_without_images_is_refused(tmp_path):
 def test_parquet_file_with_an_unknown_type_is_refused(tmp_path):
     column = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
     pq.write_table(pa.table({"image": column}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: it must be a folder of class folders or of parquet files"):
+    with pytest.raises(UserError, match=r"a\.parquet: it must be a folder of class folders or parquet files"):
         load_splits(str(tmp_path / "a.parquet"))
 
 

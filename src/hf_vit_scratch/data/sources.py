@@ -86,7 +86,7 @@ def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         hint = "there is no such file or folder, and no dataset of this name could be loaded from the Hub."
         if path.exists():
-            hint = "it must be a folder of class folders or of parquet files, or a file .csv, .jsonl or .parquet."
+            hint = "it must be a folder of class folders or parquet files, or a file .csv, .tsv, .jsonl or .parquet."
         reason = " ".join(str(error).split())
         raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
     info = next(iter(source.values())).info
