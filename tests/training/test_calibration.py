@@ -16,7 +16,7 @@ import vit_scratch
 from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.evaluation.trust import FILE, Trust, fit_temperature
-from hf_vit_scratch.training import calibration
+from hf_vit_scratch.training import calibration, steps
 
 SHORT = ["--max_steps", "60", "--learning_rate", "4e-3", "--eval_strategy", "no", "--save_steps", "60"]
 
@@ -120,6 +120,23 @@ def test_every_class_has_its_mean_however_few_images_are_taken(tmp_path, monkeyp
                 "--load_best_model_at_end", "false", "--output_dir", str(tmp_path)])  # fmt: skip
 
     assert sorted(classes) == list(range(10))
+
+
+def test_temperature_is_that_of_all_calibrations(tmp_path, monkeypatch):
+    weights = []
+
+    def calibrate_twice(trainer):
+        for _ in range(2):
+            weights.append(trainer.model.classifier.weight.detach().clone())
+            calibration.calibrate(trainer)
+        weights.append(trainer.model.classifier.weight.detach() * trainer.model.config.temperature)
+
+    monkeypatch.setattr(steps, "calibrate", calibrate_twice)
+    train.main([*SMALL, "--max_steps", "20", "--eval_strategy", "no", "--save_strategy", "no",
+                "--load_best_model_at_end", "false", "--output_dir", str(tmp_path)])  # fmt: skip
+
+    assert not torch.allclose(weights[1], weights[0])
+    torch.testing.assert_close(weights[2], weights[0])
 
 
 def test_class_called_unknown_is_warned_of(class_folders, tmp_path, caplog):

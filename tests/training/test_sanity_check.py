@@ -11,6 +11,7 @@ from test_train_script import SMALL, train
 
 from hf_vit_scratch import ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import ImageClassificationDataset
+from hf_vit_scratch.model.modeling_vit_scratch import ViTScratchLayer
 from hf_vit_scratch.training import sanity_check
 from hf_vit_scratch.training.trainer import ViTTrainer
 
@@ -156,6 +157,56 @@ def test_speed_is_measured_in_the_precision_of_the_run(capsys, tmp_path, monkeyp
     check(capsys, *SMALL, "--output_dir", str(tmp_path), "--bf16", "true", "--speed_choice", "plain")
 
     assert precisions == {torch.bfloat16}
+
+
+def test_check_saves_memory_as_training_does(tmp_path, monkeypatch, without):
+    without("_trial", "data_report")
+    seen, call = [], ViTScratchLayer.__call__
+
+    def remember(layer, hidden_states, *args, **kwargs):
+        if torch.is_grad_enabled():
+            seen.append((layer.gradient_checkpointing, len(hidden_states)))
+        return call(layer, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(sanity_check, "MAX_STEPS", 1)
+    monkeypatch.setattr(ViTScratchLayer, "__call__", remember)
+    train.main([*SMALL, "--check", "true", "--output_dir", str(tmp_path / "run"), "--gradient_checkpointing", "true",
+                "--per_device_train_batch_size", "24", "--speed_choice", "plain"])  # fmt: skip
+
+    assert {*seen} == {(True, 24), (True, 16)}  # 64 images by heart, in batches
+
+
+def test_images_learnt_in_batches_give_the_gradients_of_all(tmp_path, monkeypatch, without):
+    without("_trial", "data_report")
+    monkeypatch.setattr(sanity_check, "MAX_STEPS", 1)
+    gradients = []
+
+    class Optimizer(torch.optim.AdamW):
+        def step(self):
+            gradients.append([parameter.grad.clone() for parameter in self.param_groups[0]["params"]])
+
+    monkeypatch.setattr(torch.optim, "AdamW", Optimizer)
+    for size in ("24", "64"):
+        train.main([*SMALL, "--check", "true", "--output_dir", str(tmp_path / size), "--speed_choice", "plain",
+                    "--per_device_train_batch_size", size])  # fmt: skip
+
+    for part, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(part, whole, rtol=0, atol=1e-5)
+
+
+def test_trial_accumulates_and_clips_as_the_run_does(capsys, tmp_path, monkeypatch, without):
+    without("_overfit", "data_report")
+    monkeypatch.setattr(sanity_check, "TRIAL_SECONDS", 0.5)
+    batches, clipped = [], []
+    prepare, clip = ViTTrainer._prepare_inputs, torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(ViTTrainer, "_prepare_inputs", lambda self, *given: batches.append(1) or prepare(self, *given))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: clipped.append(given[1]) or clip(*given))
+
+    check(capsys, *SMALL, "--output_dir", str(tmp_path / "run"), "--per_device_train_batch_size", "16",
+          "--gradient_accumulation_steps", "4", "--max_grad_norm", "0.5")  # fmt: skip
+
+    assert {*clipped} == {0.5}
+    assert len(batches) == 4 * len(clipped)
 
 
 def test_speed_is_that_of_full_batches(capsys, tmp_path, monkeypatch):

@@ -82,6 +82,9 @@ def class_attention(
 
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
+
+    Raises:
+        ValueError: There is not one class id for each image.
     """
     # A compiled graph would compute the attention that it returns and that of the logits apart.
     with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):

@@ -133,13 +133,11 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         # though, is a misspelling that would otherwise be ignored in silence.
         known = [*(f.name for f in fields(self)), "num_labels", "attn_implementation", "out_features", "out_indices"]
         # A saved configuration, which has a version, may hold attributes that were set on it later.
-        for name in kwargs if self.transformers_version is None else ():
-            longer = [
-                field for field in known if "_" in name and {*name.split("_")} < {*field.split("_")}
-            ]  # num_heads
-            match = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if match and name not in known:
-                raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {match[0]!r}?")
+        for name in sorted(kwargs.keys() - known) if self.transformers_version is None else ():
+            words = {*name.split("_")}  # timm's num_heads has two of those of num_attention_heads
+            near = [field for field in known if len(words) > 1 and words < {*field.split("_")}]
+            if near := near or difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                raise ValueError(f"{type(self).__name__} has no field {name!r}. Did you mean {near[0]!r}?")
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if kwargs.get("num_labels") is None:
             kwargs.pop("num_labels", None)

@@ -234,9 +234,10 @@ class ViTTrainer(Trainer):
             if self.ema is not None:
                 self.ema.swap(self.model)
             self.ema, self._images_in_step, self.is_in_train = None, 0, False
-        asked = self.stopped if self.hp_search_backend is None else self.graceful_stop.agreed(step=0)
-        if asked and (self.graceful_stop.signal == signal.SIGINT or self.hp_search_backend is not None):
-            raise KeyboardInterrupt  # which ends a search, too: no later trial begins
+        if self.hp_search_backend is not None and self.graceful_stop.agreed(step=0):  # perhaps after the last step
+            raise KeyboardInterrupt  # no later trial begins
+        if self.stopped and self.graceful_stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt
         return output
 
     def optimize_model(self, choice: str) -> Optimization | None:
