@@ -573,7 +573,7 @@ def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_imag
         (["--top_k", "0"], r"--top_k must be at least 1, got 0\."),
         (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
         (["--num_workers", "-1"], r"--num_workers must be at least 0, got -1\."),
-        (["--output", "."], r".*Is a directory: '\.'"),
+        (["--output", "."], r"--output must be a file, but \. is a folder\."),
         (["--output", "/dev/null/table.csv"], r".*: '/dev/null'"),
     ],
 )

@@ -32,9 +32,6 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--output must end in .parquet or .npz, got {args.output}.")
     encoder = load_pipeline("image-feature-extraction", AutoModel, "image encoder", args.model, args.device)
     names, vectors = [], []
-    args.output.parent.mkdir(parents=True, exist_ok=True)  # before the images, for it may fail
-    if args.output.is_dir():
-        raise UserError(f"--output must be a file, but {args.output} is a folder.")
     results = forward(encoder, ("pooler_output",), paths, args.batch_size, args.num_workers)
     for result in name_broken(PROGRAM, results, len(paths)):
         if "error" not in result:

@@ -228,7 +228,7 @@ def model_parser(program: str, description: str) -> argparse.ArgumentParser:
 def parse(
     program: str, description: str, argv: list[str], **flags: dict[str, Any]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of a command that reads image files, which may have flags of its own, and the files."""
+    """Return the arguments of a command that reads image files and has an `--output`, and the files."""
     parser = model_parser(program, description)
     parser.add_argument("images", nargs="+", metavar="IMAGES", help="files, folders, and globs in quotes")
     parser.add_argument("--batch_size", type=int, default=32, help="images computed at once (%(default)s)")
@@ -239,7 +239,12 @@ def parse(
     for name, least in (("top_k", 1), ("batch_size", 1), ("num_workers", 0)):
         if getattr(args, name, least) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}.")
-    return args, find_images(args.images)
+    if args.output is not None and args.output.is_dir():
+        raise UserError(f"--output must be a file, but {args.output} is a folder.")
+    images = find_images(args.images)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)  # before the model is loaded, for it may fail
+    return args, images
 
 
 def name_broken(
@@ -282,7 +287,6 @@ def main(argv: list[str]) -> int:
     in_terminal = args.output is None and sys.stdout.isatty()
     output: AbstractContextManager[TextIO] = nullcontext(sys.stdout)
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         # The names of files may not be UTF-8.
         output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
     with output as file:
