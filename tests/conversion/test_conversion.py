@@ -340,7 +340,7 @@ def test_regularisation_that_both_have_is_carried():
     back = to_timm(ours)
 
     assert ours.config.attention_probs_dropout_prob == 0.1
-    assert [layer.drop_path.drop_prob for layer in ours.vit.layers] == pytest.approx([0, 0.2])
+    assert [layer.drop_path.p for layer in ours.vit.layers] == pytest.approx([0, 0.2])
     assert (back.blocks[1].attn.attn_drop.p, back.blocks[1].drop_path2.drop_prob) == pytest.approx((0.1, 0.2))
 
 

@@ -347,14 +347,11 @@ def test_exported_script_starts_no_ghostscript(tmp_path):
 def test_exported_script_says_how_it_is_used(tmp_path):
     shutil.copy(exported.__file__, tmp_path / "predict.py")
     (tmp_path / "export.json").write_text('{"model": "model.onnx"}')
-    for arguments, code in (["--help"], 0), ([], 1), ([str(tmp_path)], 1):
+    for arguments, code in (["--help"], 0), ([], 1):
         command = [sys.executable, str(tmp_path / "predict.py"), *arguments]
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == code
-        expected = (
-            f"{tmp_path} is not a file." if arguments == [str(tmp_path)] else "python predict.py IMAGE [IMAGE ...]"
-        )
-        assert expected in (ended.stderr if code else ended.stdout)
+        assert "python predict.py IMAGE [IMAGE ...]" in ended.stdout
 
 
 @pytest.mark.parametrize("fields", [{"num_labels": 7}, NUMBERS], ids=["classes", "numbers"])

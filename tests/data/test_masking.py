@@ -92,14 +92,17 @@ def test_pixels_are_those_of_a_classifier(make_dataset):
 @pytest.mark.parametrize(
     ("masking", "message"),
     [
-        ({"mask_ratio": 1.0}, r"mask_ratio must lie between 0 and 1, got 1.0"),
+        ({"mask_ratio": 1.0}, r"mask_ratio must mask some of the 24 parts of an image, got 1.0"),
         ({"mask_patch_size": 6}, r"mask_patch_size must be a multiple of patch_size \(4, 4\), got 6"),
         ({"mask_patch_size": 16}, r"mask_patch_size must divide the image size 16x24, got 16"),
         (
             {"mask_patch_size": 8, "stages": (Augmentation((16, 24)), Augmentation((8, 12)))},
             r"the image size 8x12, got 8",
         ),
-        ({"mask_patch_size": 8, "mask_ratio": 0.95}, r"mask_ratio 0\.95 masks all of the 6 parts of an image"),
+        (
+            {"mask_patch_size": 8, "mask_ratio": 0.95},
+            r"mask_ratio must mask some of the 6 parts of an image, got 0\.95",
+        ),
     ],
 )
 def test_impossible_masks_are_refused(masking, message, make_dataset):

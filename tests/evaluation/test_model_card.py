@@ -18,7 +18,7 @@ from hf_vit_scratch import ViTScratchConfig
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation.figures import new_figure, plot_confusion, plot_images, plot_numbers, plot_reliability
 from hf_vit_scratch.evaluation.metrics import detailed_report
-from hf_vit_scratch.evaluation.model_card import describe_machine, main, make_card, results_of
+from hf_vit_scratch.evaluation.model_card import describe_machine, make_card, results_of
 
 ROOT = Path(__file__).parents[2]
 LABELS = ["cat", "dog", "eel"]
@@ -138,12 +138,6 @@ def test_several_seeds_are_shown_with_their_spread(finished_run, tmp_path):
 def test_card_has_the_license_of_its_run(finished_run, tmp_path):
     make_card([finished_run("a", license="mit")], tmp_path / "README.md")
     assert ModelCard.load(tmp_path / "README.md").data.license == "mit"
-
-
-def test_run_that_is_named_twice_is_refused(finished_run, tmp_path):
-    run = finished_run("a")
-    with pytest.raises(UserError, match="Two of the folders are the same run"):
-        main([str(run), f"{run.parent}/../{run.parent.name}/{run.name}", "--output", str(tmp_path / "README.md")])
 
 
 def test_runs_that_learnt_other_labels_are_not_averaged(finished_run, tmp_path):

@@ -163,13 +163,6 @@ def test_other_models_are_refused(tmp_path, photographs):
         inspect_image(load_classifier(str(tmp_path), "cpu"), photographs[0])
 
 
-def test_kept_attention_fits_into_its_memory():
-    large = torch.empty(12, 12, 577, 577, dtype=torch.float16, device="meta")
-
-    assert app.num_kept(random_attention()) == 200
-    assert app.num_kept(dataclasses.replace(random_attention(), attentions=large)) == 2**29 // (2 * 12 * 12 * 577**2)
-
-
 # Pictures
 
 
@@ -379,7 +372,7 @@ def serving(folder, setting):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """Yield the address of a page that keeps the images of two visitors."""
-    with serving(tmp_path_factory.mktemp("served"), "KEPT_BYTES = 0") as (_, url):
+    with serving(tmp_path_factory.mktemp("served"), "KEPT_VISITORS = 2") as (_, url):
         yield url
 
 

@@ -704,13 +704,13 @@ def test_drop_path_does_nothing_in_evaluation():
 def test_drop_path_rate_grows_linearly_with_depth(num_hidden_layers, rates):
     model = tiny_model(num_hidden_layers=num_hidden_layers, drop_path_rate=0.2)
 
-    assert [layer.drop_path.drop_prob for layer in model.layers] == pytest.approx(rates)
+    assert [layer.drop_path.p for layer in model.layers] == pytest.approx(rates)
 
 
 @STYLES
 def test_layer_dropped_entirely_passes_its_input_on(norm_first, pixel_values):
     model = tiny_model(norm_first=norm_first, num_hidden_layers=1).train()
-    model.layers[0].drop_path.drop_prob = 1 - 1e-12
+    model.layers[0].drop_path.p = 1 - 1e-12
     x, _ = model.embeddings(pixel_values)
     norms = (model.layers[0].layernorm_before, model.layers[0].layernorm_after)
 
@@ -866,18 +866,16 @@ def test_labels_of_the_wrong_shape_are_refused(problem_type, labels, message, pi
 
 
 @pytest.mark.parametrize(
-    ("pixel_values", "error", "message"),
+    ("pixel_values", "message"),
     [
-        (torch.zeros(3, 16, 24), ValueError, r"got \(3, 16, 24\)\. .* A single image needs a batch axis"),
-        (torch.zeros(1, 4, 16, 24), ValueError, r"batch, 3 channels, .*got \(1, 4, 16, 24\)"),
-        (torch.zeros(1, 3, 18, 24), ValueError, r"divisible by the patch size 4x8, got \(1, 3, 18, 24\)\. Resize"),
-        (torch.zeros(1, 3, 0, 24), ValueError, r"divisible by the patch size 4x8, got \(1, 3, 0, 24\)"),
-        (torch.zeros(1, 3, 16, 24, dtype=torch.uint8), TypeError, r"floating point .*got torch.uint8\. Use the image"),
-        (None, TypeError, r"floating point tensor .*got NoneType"),
+        (torch.zeros(3, 16, 24), r"got torch\.float32 of shape \(3, 16, 24\)\. Use the image processor"),
+        (torch.zeros(1, 4, 16, 24), r"batch, 3 channels, .*of shape \(1, 4, 16, 24\)"),
+        (torch.zeros(1, 3, 18, 24), r"divisible by the patch size 4x8, got .* of shape \(1, 3, 18, 24\)"),
+        (torch.zeros(1, 3, 16, 24, dtype=torch.uint8), r"floating point .*got torch\.uint8 of shape"),
     ],
 )
-def test_bad_pixel_values_are_refused(pixel_values, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_pixel_values_are_refused(pixel_values, message):
+    with pytest.raises(ValueError, match=message):
         tiny_model()(pixel_values)
 
 

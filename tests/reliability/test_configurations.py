@@ -52,7 +52,7 @@ PLAUSIBLE = {
     "num_labels": st.integers(1, 5),
     "problem_type": st.sampled_from([None, *PROBLEM_TYPES]),
 } | {name: st.booleans() for name in ("qkv_bias", "norm_first", "qk_norm", "fc_norm", "is_causal")}
-NUMBERS = st.integers(-3, 40) | st.floats() | st.booleans() | st.sampled_from([10**18, -(10**18), 1e300])
+NUMBERS = st.integers(-3, 40) | st.floats() | st.booleans() | st.sampled_from([-(10**18), 1e300])
 ODD = st.one_of(
     NUMBERS,
     st.none(),

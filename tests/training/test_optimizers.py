@@ -13,10 +13,12 @@ from transformers import Dinov2Config, Dinov2Model, ResNetConfig, ResNetModel, g
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.errors import UserError
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.optimizers import (
     SCHEDULE_STEPS,
     BatchedMuon,
     MuonWithAdamW,
+    build_optimizer,
     follow_progress,
     layer_number,
     orthogonalize,
@@ -84,8 +86,15 @@ def test_frozen_parameters_are_left_out():
     groups = by_name(model, grouped(model, learning_rate=0.1, weight_decay=0.0))
 
     assert set(groups) == {"classifier.weight", "classifier.bias"}
-    with pytest.raises(UserError, match=r"muon needs matrices to train: all parameters of the layers are frozen"):
-        MuonWithAdamW(grouped(model, learning_rate=0.1, weight_decay=0.0, muon=True))
+
+
+def test_muon_with_frozen_layers_is_adamw(tmp_path):
+    model, args = tiny_model(), ViTTrainingArguments(str(tmp_path), muon=True)
+    model.vit.requires_grad_(False)
+
+    optimizer = build_optimizer(model, args, torch.optim.AdamW, {"lr": 0.1})
+
+    assert type(optimizer) is torch.optim.AdamW
 
 
 def with_gradients(model, seed=0):

@@ -64,12 +64,9 @@ def read_image(file: Any) -> np.ndarray:
 if __name__ == "__main__":
     folder = Path(__file__).parent
     facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-    if sys.argv[1:] in (["-h"], ["--help"]):
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
         print(__doc__)
-        sys.exit()
-    missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
-    if len(sys.argv) == 1 or missing:
-        sys.exit("\n".join(f"{path} is not a file." for path in missing) or __doc__)
+        sys.exit(len(sys.argv) == 1)
     scores_of, exit_code = load(folder / facts["model"]), 0
     for path in sys.argv[1:]:
         try:

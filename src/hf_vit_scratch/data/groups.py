@@ -16,7 +16,7 @@ from pyarrow import compute
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..errors import UserError
+from ..errors import UserError, blame_the_files
 from .images import local_path
 from .near_duplicates import find_near_duplicates
 from .options import DataArguments
@@ -84,12 +84,8 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
             )
         return [*names]
     level = int(by) if by.isdecimal() else None
-    try:
+    with blame_the_files(f"group_by must be a column, a number or a regular expression, got {by!r}"):
         pattern = re.compile(by)
-    except re.error as error:
-        raise UserError(
-            f"group_by must be a column, a number or a regular expression, got {by!r}: {error}."
-        ) from error
     names, root = list[str](), local_path(args.data)
     root = root.parent if root.is_file() else root
     for path in paths_of(rows):

@@ -38,8 +38,6 @@ class MaskedImageDataset(ImageClassificationDataset):
         **options: Any,
     ):
         super().__init__(*arguments, **options)
-        if not 0 < mask_ratio < 1:
-            raise UserError(f"mask_ratio must lie between 0 and 1, got {mask_ratio}.")
         unit = patch_size if mask_patch_size is None else (mask_patch_size, mask_patch_size)
         if any(side < 1 or side % patch for side, patch in zip(unit, patch_size, strict=True)):
             raise UserError(f"mask_patch_size must be a multiple of patch_size {patch_size}, got {mask_patch_size}.")
@@ -51,8 +49,8 @@ class MaskedImageDataset(ImageClassificationDataset):
             if height % unit[0] or width % unit[1]:
                 raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")
             number = (height // unit[0]) * (width // unit[1])
-            if num_masked(number, mask_ratio) == number:
-                raise UserError(f"mask_ratio {mask_ratio} masks all of the {number} parts of an image: lower it.")
+            if not 0 < num_masked(number, mask_ratio) < number:
+                raise UserError(f"mask_ratio must mask some of the {number} parts of an image, got {mask_ratio}.")
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
         """Return a whole batch."""

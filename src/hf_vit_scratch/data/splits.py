@@ -235,11 +235,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     If it is not `labelled`, all images have the label 0. If it is `complete`, each label that the columns name must
     have an image.
     """
-    data, features = args.data, source[args.train_split].features
-    if features is None:
-        raise UserError(
-            f"{data}: the columns of this kind of data are not known before it is read. Use parquet files."
-        )
+    data, features = args.data, source[args.train_split].features or {}  # unknown for some kinds of streams
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     (image,) = find_columns(args, "image", images, images)
     labels: list[str] = []

@@ -124,10 +124,8 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
                 f"{table}: {twice[0]} has two rows, but an image must have one. Give several labels in columns of "
                 "0 and 1, in one cell with --label_separator, or as a list in JSON lines."
             )
-        images = [{"path": path, "bytes": None} for path in paths]
-        # Added before the other is removed: without any column, `datasets` loses the rows.
-        rows = rows.select(order).add_column(f"images of {column}", images, feature=datasets.Image())
-        rows = rows.remove_columns(column).rename_column(f"images of {column}", column)
+        features = Features({**rows.features, column: datasets.Image()})
+        rows = Dataset.from_dict({**rows[order], column: paths}, features=features)
         inside = os.path.join(os.path.abspath(root), "")
         folders = [path[len(inside) :].lower().split(os.sep)[:-1] * path.startswith(inside) for path in paths]
         names = [next((name for name in above if name in SPLITS_BY_NAME), "train") for above in folders]

@@ -241,15 +241,6 @@ def _matrices(names: NDArray[np.str_], strength: Numbers, size: Sequence[int]) -
     return np.stack([*of_x, *of_y], axis=-1).reshape(-1, 2, 3)
 
 
-def _blurred(images: Tensor) -> Tensor:
-    """Smooth by the weights 1 1 1, 1 5 1, 1 1 1, but not at the border; as torchvision's `adjust_sharpness`."""
-    pixels = images.float()
-    rows = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
-    sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    pixels[:, :, 1:-1, 1:-1] = sums.add_(pixels[:, :, 1:-1, 1:-1], alpha=4).div_(13).round_()
-    return pixels
-
-
 def _change_colors(images: Tensor, name: str, strength: Numbers) -> Tensor:
     """Change each image by an operation of torchvision's policies that moves no pixels, each by its strength."""
     parameter = to_device(strength, images)[:, None, None, None]
@@ -258,7 +249,7 @@ def _change_colors(images: Tensor, name: str, strength: Numbers) -> Tensor:
         if name == "Brightness":
             least = torch.zeros((), device=images.device)
         else:
-            least = _blurred(images) if name == "Sharpness" else TF.rgb_to_grayscale(images).float()
+            least = (TF.adjust_sharpness(images, 0.0) if name == "Sharpness" else TF.rgb_to_grayscale(images)).float()
         if name == "Contrast":
             least = least.mean((1, 2, 3), keepdim=True)
         return torch.lerp(least, images.float(), 1 + parameter).clamp_(0, 255).to(torch.uint8)

@@ -238,7 +238,5 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", help="description of the images, if they came from a local folder")
     parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0 (default: the run's)")
     args = parser.parse_args(argv)
-    if len({run.resolve() for run in args.runs}) < len(args.runs):
-        raise UserError("Two of the folders are the same run. Name each once.")
     make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
     print(f"{args.output} and its figures are written.")

@@ -85,7 +85,7 @@ class Trust:
     target_accuracy: float | None = None
     coverage: float = 1.0
     coverage_low: float = 0.0
-    coverage_high: float = 1.0
+    coverage_high: float = 0.0
     accuracy: float | None = None
 
     @classmethod
@@ -135,8 +135,6 @@ class Trust:
             trust.accuracy = float(right[answered].mean())
             new = betabinom(number, count, number + 1 - count)
             trust.coverage_low, trust.coverage_high = (new.ppf([0.025, 0.975]) / number).tolist()
-        else:
-            trust.coverage_high = 0.0  # no score is high enough
         return trust
 
     def distances(self, vectors: Tensor) -> Tensor:

@@ -159,23 +159,16 @@ class ViTScratchMLP(nn.Module):
         return self.fc2(self.activation(self.fc1(hidden_states)))
 
 
-class ViTScratchDropPath(nn.Module):
-    """Stochastic depth: in training, drop a residual branch for whole images.
+class ViTScratchDropPath(nn.Dropout):
+    """Stochastic depth: dropout of one number per image, so in training a residual branch is dropped for whole images.
 
     (B, N, D) -> (B, N, D). After Huang et al. 2016, https://arxiv.org/abs/1603.09382. A kept branch is divided by the
     probability of keeping it, so its expected value stays.
     """
 
-    def __init__(self, drop_prob: float):
-        super().__init__()
-        self.drop_prob = drop_prob
-
     def forward(self, branch: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return branch
-        keep_prob = 1 - self.drop_prob
-        is_kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep_prob)
-        return branch * is_kept / keep_prob
+        is_active = self.training and self.p > 0
+        return branch * super().forward(branch.new_ones(len(branch), 1, 1)) if is_active else branch
 
 
 class ViTScratchLayer(GradientCheckpointingLayer):
@@ -225,19 +218,14 @@ class ViTScratchPatchEmbeddings(nn.Module):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
-            given = getattr(pixel_values, "dtype", type(pixel_values).__name__)
-            raise TypeError(
-                f"pixel_values must be a floating point tensor of normalized pixels, got {given}. Use the image "
-                "processor: AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
-            )
-        shape, channels, (patch_height, patch_width) = pixel_values.shape, self.num_channels, self.patch_size
-        sides = zip(shape[2:], self.patch_size, strict=False)
-        if len(shape) != 4 or shape[1] != channels or any(n < patch or n % patch != 0 for n, patch in sides):
+        shape, (patch_height, patch_width) = pixel_values.shape, self.patch_size
+        fits = len(shape) == 4 and shape[1] == self.num_channels and pixel_values.is_floating_point()
+        if not fits or shape[2] % patch_height != 0 or shape[3] % patch_width != 0:
             raise ValueError(
-                f"pixel_values must have the shape (batch, {channels} channels, height, width), divisible by "
-                f"the patch size {patch_height}x{patch_width}, got {tuple(shape)}. Resize the images, as the image "
-                "processor does. A single image needs a batch axis: pixel_values[None]."
+                f"pixel_values must be a floating point tensor of the shape (batch, {self.num_channels} channels, "
+                f"height, width), divisible by the patch size {patch_height}x{patch_width}, got {pixel_values.dtype} "
+                f"of shape {tuple(shape)}. Use the image processor: "
+                "AutoImageProcessor.from_pretrained(...)(images, return_tensors='pt')."
             )
         # Pixels come from the image processor in float32; the weights may be in half precision.
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
@@ -453,8 +441,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 flex_attention for this call.
 
         Raises:
-            TypeError, ValueError: The pixels have a wrong type or shape, a mask (B, N) has a wrong shape, or there is
-                no mask token.
+            ValueError: The pixels have a wrong dtype or shape, a mask (B, N) a wrong shape, or there is no mask token.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -544,6 +531,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             raise ValueError("is_causal=True needs pooling='mean': the class token, being first, would see no patch.")
         if not config.num_labels:
             raise ValueError(f"num_labels must be at least 1, got {config.num_labels}.")
+        # Not in `config.validate`: `from_pretrained` changes fields one after another.
         lengths = [None if numbers is None else len(numbers) for numbers in (config.label_mean, config.label_scale)]
         if config.problem_type == "regression" and lengths not in ([None] * 2, [config.num_labels] * 2):
             raise ValueError(
@@ -675,9 +663,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
         Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
-        outputs = ViTScratchModel.forward(
-            self, pixel_values, return_dict=True, **kwargs
-        )  # not the mixin's, which raises
+        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # the mixin's only raises
         grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
         feature_maps = []
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):

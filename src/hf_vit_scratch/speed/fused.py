@@ -109,9 +109,9 @@ def layer_forward(
 class DropPath(nn.Module):
     """`ViTScratchDropPath`, with the probability as a tensor: one compiled layer then serves all."""
 
-    def __init__(self, drop_prob: float):
+    def __init__(self, p: float):
         super().__init__()
-        self.drop_prob, self.keep_prob = drop_prob, torch.tensor(1 - drop_prob)
+        self.p, self.keep_prob = p, torch.tensor(1 - p)
 
     def forward(self, branch: Tensor) -> Tensor:
         """Return the branch with some images dropped.  (B, N, D) -> (B, N, D)."""

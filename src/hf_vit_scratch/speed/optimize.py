@@ -118,7 +118,7 @@ def optimize(
     compiled = bool(compile) and can
     for layer in _layers(model) if compiled else ():
         if layer.attention.config.drop_path_rate:  # which then differs from layer to layer
-            layer.drop_path = fused.DropPath(layer.drop_path.drop_prob).train(layer.training)
+            layer.drop_path = fused.DropPath(layer.drop_path.p).train(layer.training)
         layer.compile(**options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
 

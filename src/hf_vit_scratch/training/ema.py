@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerState
@@ -17,7 +17,7 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 SLOW = 0.1  # warn if the first weights keep a larger share of the final average
-# In a checkpoint, beside model.safetensors, which holds the average.
+# The weights that training goes on with, in a checkpoint beside model.safetensors, which holds the average.
 TRAINED_WEIGHTS = "trained_weights.safetensors"
 
 
@@ -65,7 +65,7 @@ class EMA:
             )  # fmt: skip
         ema = cls(model, decay, state.global_step)
         if checkpoint is not None:
-            model.load_state_dict(load_file(checkpoint / TRAINED_WEIGHTS))
+            load_model(model, checkpoint / TRAINED_WEIGHTS)
         return ema
 
     def swap(self, model: nn.Module) -> None:
@@ -86,9 +86,3 @@ class EMA:
         finally:
             self.swap(model)
             self._is_swapped = False
-
-
-def save_trained_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Save the weights that training goes on with, in a checkpoint whose model is the average."""
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, checkpoint / TRAINED_WEIGHTS, metadata={"format": "pt"})

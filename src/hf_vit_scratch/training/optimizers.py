@@ -86,7 +86,7 @@ def build_optimizer(
     The stock Trainer chooses `optimizer_class` and its options by `args.optim`.
     """
     groups = parameter_groups(model, args, options.get("lr", args.learning_rate))
-    if not args.muon:
+    if not any(group["muon"] for group in groups):  # none is asked for, or the layers are frozen
         return optimizer_class(groups, **options)
     if optimizer_class is not torch.optim.AdamW:
         raise UserError(f"muon needs AdamW beside it, got optim {OptimizerNames(args.optim).value}.")
@@ -195,8 +195,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         **adamw: Any,
     ):
         of_muon, of_adamw = ([group for group in groups if group["muon"] is which] for which in (True, False))
-        if not of_muon:
-            raise UserError("muon needs matrices to train: all parameters of the layers are frozen.")
         self._muon = BatchedMuon(of_muon, muon_dtype, muon_beta2, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(of_adamw or [{"params": [], "muon": False}], **adamw)
         # Some schedules of transformers read the rate from the defaults.

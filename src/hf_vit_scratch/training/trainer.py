@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors.torch
 import torch
 from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
@@ -40,7 +41,7 @@ from .checkpointing import (
     refuse_damage,
 )
 from .clock import Clock, ProgressByTime
-from .ema import EMA, save_trained_weights
+from .ema import EMA, TRAINED_WEIGHTS
 from .graceful_stop import GracefulStop, PrinterIntoPipes
 from .loss_watch import LossWatch
 from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
@@ -198,7 +199,7 @@ class ViTTrainer(Trainer):
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
-            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped. Pressed twice, no checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is None and (old := complete_checkpoints(Path(self.args.output_dir))):
@@ -219,9 +220,6 @@ class ViTTrainer(Trainer):
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-        except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
-            self.stopped = False
-            raise
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch.save
             if self._unfinished_checkpoint is None or "No space left" not in str(error):
                 raise
@@ -410,7 +408,7 @@ class ViTTrainer(Trainer):
         with self._averaged():
             super().save_model(output_dir, _internal_call)
         if self._unfinished_checkpoint is not None and self.ema is not None and self.args.should_save:
-            save_trained_weights(self.model, self._unfinished_checkpoint)
+            safetensors.torch.save_model(self.model, str(self._unfinished_checkpoint / TRAINED_WEIGHTS))
 
     def close_checkpoint(self) -> None:
         """Make the open checkpoint complete, once all processes have written their parts of it."""

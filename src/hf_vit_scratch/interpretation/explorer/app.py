@@ -38,7 +38,7 @@ except ImportError as error:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has many more, some of which start other programs
 MAX_FILE_BYTES = 20 * 2**20
-KEPT_BYTES = 2**29  # attention kept for the last visitors
+KEPT_VISITORS = 20  # whose attention stays in memory: 30 MB each for L/16 at 224 pixels
 KEPT_SECONDS = 600  # uploads are deleted afterwards
 QUEUE_SIZE = 256
 ON_CLICK = Path(__file__).with_name("on_click.js").read_text(encoding="utf-8")
@@ -193,11 +193,6 @@ def _connect(
         clicked.click(explorer.select_patch, [state, *fields], [view, row, col, *drawn], **draw)
 
 
-def num_kept(image: ImageAttention) -> int:
-    """Return the number of visitors whose image, of this size, is kept."""
-    return min(max(KEPT_BYTES // image.attentions.nbytes, 2), 200)
-
-
 def main(argv: list[str]) -> None:
     """Run `vit-scratch explore`."""
     parser = model_parser("vit-scratch explore", __doc__)
@@ -217,7 +212,7 @@ def main(argv: list[str]) -> None:
         inbrowser=args.open,
         share=False,
         max_file_size=MAX_FILE_BYTES,
-        state_session_capacity=num_kept(explorer.first),
+        state_session_capacity=KEPT_VISITORS,
         css_paths=Path(__file__).with_name("page.css"),
         footer_links=[],
         run_history=False,
