@@ -122,16 +122,25 @@ def make_card(
     )
 
 
-def make_short_card(
+def make_run_card(
     model: ViTScratchPreTrainedModel,
-    output: Path,
+    run: Path,
+    task: str,
+    is_in_train: bool,
     *,
-    name: str,
-    status: str,
+    name: str | None = None,
     license: str | None = None,
     tags: Sequence[str] = (),
 ) -> ModelCard:
-    """Write the card of a model without results on a test split; `status` is one sentence on its training."""
+    """Write the card of a run into its folder: that of `make_card` if it was tested, else a short one."""
+    output, name = run / "README.md", name or run.resolve().name
+    if task == "image-classification" and not is_in_train and (run / "metrics.json").is_file():
+        return make_card([run], output, name=name, license=license, tags=tags)
+    status = "It was not tested."
+    if is_in_train:
+        status = "Its training goes on: these weights are not the last ones."
+    elif task == "masked-image-modeling":
+        status = "It was trained without labels, to reconstruct masked patches; other training can start from it."
     is_classifier = isinstance(model, ViTScratchForImageClassification)
     metadata = {
         "model_name": name,

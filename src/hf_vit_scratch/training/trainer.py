@@ -25,7 +25,7 @@ from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
 from ..errors import UserError
-from ..evaluation.model_card import make_card, make_short_card
+from ..evaluation.model_card import make_run_card
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
 from ..speed.hardware import keep_freed_memory
 from ..speed.optimize import Optimization, example_batch_for, optimize
@@ -469,21 +469,10 @@ class ViTTrainer(Trainer):
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
             super().create_model_card(license=license, model_name=model_name, tags=tags, **others)
             return
-        if not self.is_world_process_zero():
-            return
-        output_dir, license = Path(self.args.output_dir), license or self.args.license
-        tags = [tags] if isinstance(tags, str) else tags or []
-        name = model_name or output_dir.resolve().name
-        is_tested = self.args.task == "image-classification" and (output_dir / "metrics.json").is_file()
-        if is_tested and not self.is_in_train:
-            make_card([output_dir], output_dir / "README.md", name=name, license=license, tags=tags)
-            return
-        status = "It was not tested."
-        if self.is_in_train:
-            status = "Its training goes on: these weights are not the last ones."
-        elif self.args.task == "masked-image-modeling":
-            status = "It was trained without labels, to reconstruct masked patches; other training can start from it."
-        make_short_card(self.model, output_dir / "README.md", name=name, status=status, license=license, tags=tags)
+        if self.is_world_process_zero():
+            given = {"name": model_name, "license": license or self.args.license}
+            tags = [tags] if isinstance(tags, str) else tags or []
+            make_run_card(self.model, Path(self.args.output_dir), self.args.task, self.is_in_train, tags=tags, **given)
 
     # Contexts
 
