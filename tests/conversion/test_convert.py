@@ -431,7 +431,7 @@ def test_unknown_number_of_attention_heads_is_asked_for(tmp_path, capsys):
     [
         (
             ["--num_attention_heads", "4", "--image_size", "16", "24", "16"],
-            "pixels, got [16, 24, 16]",
+            "of at least 1, got [16, 24, 16]",
         ),
         (["--num_attention_heads", "5"], "hidden_size (32) must be divisible by num_attention_heads (5)."),
         (["--num_attention_heads", "4", "--image_size", "24"], "position_embeddings is (1, 17, 32), not (1, 37, 32)."),

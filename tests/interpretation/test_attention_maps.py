@@ -70,7 +70,7 @@ def test_the_model_is_only_set_to_evaluation_mode(pixels):
     model.set_attn_implementation("sdpa")
     attention(model, pixels)
     class_attention(model, pixels)
-    with pytest.raises(ValueError, match="must have the shape .batch, 3 channels"):
+    with pytest.raises(ValueError, match="of the shape .batch, 3 channels"):
         attention(model, pixels[:, :1])
     assert not model.training
     assert model.config._attn_implementation == "sdpa"
