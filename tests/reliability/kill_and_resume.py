@@ -65,13 +65,13 @@ def before(owner: Any, name: str, called: Deadly) -> None:
 
 def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) -> None:
     """Train; die at a change to a file or at a request, if wanted; say how many there were."""
+    import safetensors.torch
     import torch
     from huggingface_hub.utils import get_session
 
     from hf_vit_scratch.data import dataset
     from hf_vit_scratch.model import modeling_vit_scratch
     from hf_vit_scratch.speed import optimize
-    from hf_vit_scratch.training import ema
 
     # What is measured differs between runs. A resumed run must not choose anew: its choice would change the bits.
     choice = "eager" if "--resume_from_checkpoint" in flags else "sdpa+joined"
@@ -86,7 +86,7 @@ def run(output_dir: Path, flags: list[str], kind: str, deadly_call: int | None) 
         shutil: ("rmtree", "copyfile"),
         Path: ("write_text", "mkdir", "symlink_to"),
         torch: ("save",),
-        ema: ("save_file",),
+        safetensors.torch: ("save_model",),
         modeling_vit_scratch.PreTrainedModel: ("save_pretrained",),
     }.items():
         for name in names:
