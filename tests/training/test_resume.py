@@ -87,6 +87,22 @@ def test_run_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch,
     assert resumed == whole
 
 
+def test_second_ctrl_c_before_the_checkpoint_is_complete_advises_nothing(tmp_path, monkeypatch, caplog):
+    def press_ctrl_c(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(())
+
+    def press_again(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ViTTrainer, "training_step", press_ctrl_c)
+    monkeypatch.setattr(ViTTrainer, "close_checkpoint", press_again)
+    argv = [*SMALL, "--eval_strategy", "no", "--load_best_model_at_end", "false", "--save_strategy", "no"]
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt, match="^$"):
+        train.main([*argv, "--output_dir", str(tmp_path / "run")])
+    assert "Continue with" not in caplog.text
+
+
 def test_stop_of_a_run_that_saves_the_model_alone_advises_a_new_one(tmp_path, monkeypatch, caplog):
     def press_ctrl_c(self, *args):
         os.kill(os.getpid(), signal.SIGINT)

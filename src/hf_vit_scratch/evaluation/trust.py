@@ -134,7 +134,7 @@ class Trust:
         if count:
             trust.accuracy = float(right[answered].mean())
             new = betabinom(number, count, number + 1 - count)
-            trust.coverage_low, trust.coverage_high = (new.ppf([0.025, 0.975]) / number).tolist()
+            trust.coverage_low, trust.coverage_high = (new.ppf([0.025, 0.975]) / number).tolist()  # else both stay 0
         return trust
 
     def distances(self, vectors: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class ViTTrainer(Trainer):
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
-            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped. Pressed twice, no checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is None and (old := complete_checkpoints(Path(self.args.output_dir))):
@@ -220,6 +220,9 @@ class ViTTrainer(Trainer):
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
+            self.stopped = False
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch.save
             if self._unfinished_checkpoint is None or "No space left" not in str(error):
                 raise
