@@ -1,7 +1,6 @@
 """The tools that people use next, each as docs/guides/tools.md shows it."""
 
 import json
-import math
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ import onnxruntime
 import pytest
 import torch
 import trackio
-from datasets import Dataset
 from helpers import TINY, randomize_
 from huggingface_hub import ModelCard
 from optuna.samplers import GridSampler
@@ -23,14 +21,12 @@ from torch.utils.data import TensorDataset
 from trackio.sqlite_storage import SQLiteStorage
 from transformers import (
     AutoModelForImageClassification,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
     ViTImageProcessor,
 )
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchForMaskedImageModeling
+from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
 from hf_vit_scratch.errors import UserError
@@ -102,17 +98,6 @@ def test_lora_trains_saves_and_merges(digits, tmp_path):
         merged.vit.layers[0].attention.q_proj.weight, before["vit.layers.0.attention.q_proj.weight"]
     )
     assert torch.equal(merged.vit.layers[0].attention.k_proj.weight, before["vit.layers.0.attention.k_proj.weight"])
-
-
-@pytest.mark.parametrize("kind", [ViTScratchForImageClassification, ViTScratchForMaskedImageModeling])
-def test_stock_trainer_gives_the_model_its_masks(kind, tmp_path):
-    config = ViTScratchConfig(**SIZES, num_labels=10)
-    masks = torch.ones(2, 1 + math.prod(config.grid_size))
-    rows = Dataset.from_dict({"pixel_values": torch.zeros(2, 3, 8, 8).tolist(), "attention_mask": masks.tolist()})
-
-    trainer = Trainer(kind(config), TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=rows)
-
-    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
 
 
 def test_adapter_loads_at_another_image_size(tmp_path):

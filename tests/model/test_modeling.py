@@ -72,22 +72,16 @@ def test_attention_of_scores_in_the_thousands_is_finite():
 
 
 CASES = pytest.mark.parametrize(
-    ("fields", "masked"),
-    [
-        ({}, False),
-        ({}, True),
-        ({"is_causal": True}, False),
-        ({"is_causal": True}, True),
-        ({"position_embedding_type": "rope2d", "qk_norm": True}, False),
-    ],
-    ids=["plain", "masked", "causal", "causal_masked", "rope2d_qk_norm"],
+    "fields",
+    [{}, {"is_causal": True}, {"position_embedding_type": "rope2d", "qk_norm": True}],
+    ids=["plain", "causal", "rope2d_qk_norm"],
 )
 
 
 @CASES
 @STYLES
-def test_sdpa_matches_eager_and_so_do_its_gradients(fields, masked, norm_first, pixel_values):
-    eager, sdpa = outputs_by_backend("sdpa", fields, masked, norm_first, pixel_values)
+def test_sdpa_matches_eager_and_so_do_its_gradients(fields, norm_first, pixel_values):
+    eager, sdpa = outputs_by_backend("sdpa", fields, norm_first, pixel_values)
     weights = torch.randn_like(eager)
 
     (eager * weights).sum().backward()
@@ -102,10 +96,10 @@ def test_sdpa_matches_eager_and_so_do_its_gradients(fields, masked, norm_first, 
 @STYLES
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11 itself
-def test_flex_attention_matches_eager(fields, masked, norm_first, pixel_values):
+def test_flex_attention_matches_eager(fields, norm_first, pixel_values):
     # On the CPU, torch compiles flex attention for float32 alone and has no gradient; uncompiled it takes float64.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        eager, flex = outputs_by_backend("flex_attention", fields, masked, norm_first, pixel_values)
+        eager, flex = outputs_by_backend("flex_attention", fields, norm_first, pixel_values)
 
     assert_equal(flex, eager)
 
@@ -113,11 +107,11 @@ def test_flex_attention_matches_eager(fields, masked, norm_first, pixel_values):
 @CASES
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_gradients_of_flex_attention_match_eager(fields, masked, pixel_values, monkeypatch):
+def test_gradients_of_flex_attention_match_eager(fields, pixel_values, monkeypatch):
     # torch refuses these gradients on the CPU because it cannot compile them there; uncompiled they are computed.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
     with torch.compiler.set_stance("force_eager"):
-        eager, flex = outputs_by_backend("flex_attention", fields, masked, True, pixel_values)
+        eager, flex = outputs_by_backend("flex_attention", fields, True, pixel_values)
         weights = torch.randn_like(eager)
         expected = torch.autograd.grad((eager * weights).sum(), pixel_values)[0]
         actual = torch.autograd.grad((flex * weights).sum(), pixel_values)[0]
@@ -125,26 +119,22 @@ def test_gradients_of_flex_attention_match_eager(fields, masked, pixel_values, m
     assert_equal(actual, expected)
 
 
-def outputs_by_backend(attn_implementation, fields, masked, norm_first, pixel_values, std=0.2):
+def outputs_by_backend(attn_implementation, fields, norm_first, pixel_values, std=0.2):
     """The last hidden states of one model, with attention written out and with a backend."""
     model = tiny_model(norm_first=norm_first, std=std, **fields).to(pixel_values)
-    mask = torch.ones(3, 13, device=pixel_values.device)
-    mask[0, 5:], mask[1, [2, 7]] = 0, 0
     outputs = []
     for implementation in ("eager", attn_implementation):
         model.set_attn_implementation(implementation)
-        outputs.append(model(pixel_values, attention_mask=mask if masked else None).last_hidden_state)
+        outputs.append(model(pixel_values).last_hidden_state)
     return outputs
 
 
 def test_output_attentions_under_sdpa_are_those_of_eager(pixel_values):
     eager, sdpa = tiny_model(), tiny_model(attn_implementation="sdpa", is_causal=False)
     sdpa.load_state_dict(eager.state_dict())
-    mask = torch.ones(3, 13)
-    mask[:, 9:] = 0
 
-    expected = eager(pixel_values, attention_mask=mask, output_attentions=True)
-    actual = sdpa(pixel_values, attention_mask=mask, output_attentions=True)
+    expected = eager(pixel_values, output_attentions=True)
+    actual = sdpa(pixel_values, output_attentions=True)
 
     assert len(actual.attentions) == 2
     assert_equal(torch.stack(actual.attentions), torch.stack(expected.attentions))
@@ -159,76 +149,6 @@ def test_causal_output_does_not_depend_on_later_patches(pixel_values):
 
     assert pixel_values.grad[:, :, :4].abs().min() > 0
     assert pixel_values.grad[:, :, 4:].abs().max() == 0
-
-
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize(("pooling", "use_cls_token"), [("cls", True), ("mean", True), ("mean", False)])
-def test_masked_patches_have_no_influence(attn_implementation, pooling, use_cls_token, pixel_values):
-    model = tiny_model(attn_implementation=attn_implementation, pooling=pooling, use_cls_token=use_cls_token)
-    first = model.config.num_prefix_tokens
-    mask = torch.ones(3, first + 12, dtype=torch.int64)
-    mask[:, first + 9 :] = 0  # the last row of patches
-    changed = pixel_values.detach().clone()
-    changed[:, :, 12:] += 1
-
-    before = model(pixel_values, attention_mask=mask)
-    after = model(changed, attention_mask=mask)
-
-    assert torch.equal(before.last_hidden_state[:, : first + 9], after.last_hidden_state[:, : first + 9])
-    assert torch.equal(before.pooler_output, after.pooler_output)
-    assert not torch.equal(model(pixel_values).pooler_output, before.pooler_output)
-
-
-def test_boolean_mask_of_pairs_means_the_same_in_eager_attention(pixel_values):
-    mask = torch.rand(3, 1, 13, 13) > 0.5
-    mask[..., 0] = True  # every token sees one
-    model = tiny_model(attn_implementation="sdpa")
-
-    outputs = model(pixel_values, attention_mask=mask, output_attentions=True)
-
-    assert_equal(outputs.last_hidden_state, model(pixel_values, attention_mask=mask).last_hidden_state)
-    assert torch.stack(outputs.attentions)[:, ~mask.expand(3, 4, 13, 13)].max() == 0
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_boolean_mask_of_pairs_means_the_same_in_flex_attention(pixel_values):
-    mask = torch.rand(3, 1, 13, 13) > 0.5
-    mask[..., 0] = True
-    model = tiny_model(attn_implementation="flex_attention")
-
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        flex = model(pixel_values, attention_mask=mask)
-        eager = model(pixel_values, attention_mask=mask, attn_implementation="eager")
-
-    assert_equal(flex.last_hidden_state, eager.last_hidden_state)
-
-
-def test_mean_of_large_tokens_does_not_overflow_in_half_precision():
-    model = tiny_model(pooling="mean")
-    tokens, mask = torch.full((1, 13, 32), 6e3, dtype=torch.float16), torch.ones(1, 13)
-
-    assert torch.equal(model._pool(tokens, mask), tokens[:, 0])
-
-
-def test_mask_of_fractions_is_a_mask_in_pooling_too(pixel_values):
-    model = tiny_model(pooling="mean")
-
-    outputs = model(pixel_values, attention_mask=torch.full((3, 12), 0.01))
-
-    assert_equal(outputs.pooler_output, model(pixel_values).pooler_output)
-
-
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_image_with_everything_masked_is_finite(attn_implementation, pixel_values):
-    model = tiny_model(attn_implementation=attn_implementation, pooling="mean", norm_first=True)
-    mask = torch.ones(3, 12)
-    mask[1] = 0
-
-    outputs = model(pixel_values, attention_mask=mask)
-
-    assert outputs.last_hidden_state.isfinite().all()
-    assert torch.equal(outputs.pooler_output[1], torch.zeros(32, dtype=torch.float64))
 
 
 def test_query_and_key_norm_makes_attention_independent_of_their_scale(pixel_values):
@@ -877,12 +797,6 @@ def test_labels_of_the_wrong_shape_are_refused(problem_type, labels, message, pi
 def test_bad_pixel_values_are_refused(pixel_values, message):
     with pytest.raises(ValueError, match=message):
         tiny_model()(pixel_values)
-
-
-@pytest.mark.parametrize("shape", [(3, 12), (3, 13, 13)])
-def test_attention_mask_of_the_wrong_shape_is_refused(shape, pixel_values):
-    with pytest.raises(ValueError, match=r"one entry per token, the class token included: shape \(3, 13\), got"):
-        tiny_model()(pixel_values, attention_mask=torch.ones(shape))
 
 
 def test_causal_classifier_on_the_class_token_is_refused():

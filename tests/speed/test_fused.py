@@ -351,10 +351,9 @@ def test_attention_of_the_users_own_takes_part(choice):
     ("fields", "options"),
     [
         ({}, {"output_attentions": True}),
-        ({}, {"attention_mask": torch.ones(3, 13).tril()}),
         ({"is_causal": True, "pooling": "mean"}, {}),
     ],
-    ids=["output_attentions", "attention_mask", "is_causal"],
+    ids=["output_attentions", "is_causal"],
 )
 def test_masks_and_attention_maps_are_as_in_the_plain_model(choice, fields, options):
     plain, fast = (model.eval() for model in pair(choice, **fields))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BackboneOutput,
@@ -52,13 +52,10 @@ def eager_attention_forward(
     """Return scaled dot-product attention, softmax(q k^T * scaling) v, and its weights; [2] eq. 1.
 
     Shapes: query, key and value (B, H, N, K) -> context (B, N, H, K) and weights (B, H, N, N). Row i of the weights
-    says how much token i takes from each token. `attention_mask` is True for tokens to attend to, or a number that is
-    added to the scores.
+    says how much token i takes from each token. `attention_mask` is added to the scores.
     """
     scores = (query * scaling) @ key.transpose(-2, -1)  # (B, H, N, N)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    elif attention_mask is not None:
+    if attention_mask is not None:
         scores = scores + attention_mask
     attn_weights = scores.softmax(dim=-1).to(query.dtype)  # under autocast, softmax returns float32
     attn_weights = F.dropout(attn_weights, p=dropout, training=module.training)
@@ -420,7 +417,6 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     def forward(  # type: ignore[misc]  # TransformersKwargs has the output flags, too
         self,
         pixel_values: Tensor,
-        attention_mask: Tensor | None = None,
         bool_masked_pos: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -431,9 +427,6 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         Args:
             pixel_values: (B, C, height, width), normalized, of any size that the patch size divides. Unlike in
                 transformers' ViT, positions are interpolated without asking.
-            attention_mask: (B, N), 1 for tokens to attend to and 0 for others, which mean pooling leaves out, too. Or
-                (B, 1, N, N), True for pairs to attend to, or a number that is added to the scores; such a mask
-                replaces `is_causal`.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`; if so, this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
@@ -441,7 +434,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 flex_attention for this call.
 
         Raises:
-            ValueError: The pixels have a wrong dtype or shape, a mask (B, N) a wrong shape, or there is no mask token.
+            ValueError: The pixels or the mask have a wrong dtype or shape, or there is no mask token.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -453,18 +446,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)
             config._attn_implementation = options["attn_implementation"] = implementation
-        if attention_mask is not None and attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                "attention_mask must have one entry per token, the class token included: shape "
-                f"{tuple(hidden_states.shape[:2])}, got {tuple(attention_mask.shape)}."
-            )
-        mask = None
-        if attention_mask is not None or config.is_causal:  # under torch.compile, None would become a mask
-            create_mask = create_causal_mask if config.is_causal else create_bidirectional_mask
-            mask = create_mask(config, hidden_states, attention_mask, None)  # None: no cache, or no other encoder
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool and config._attn_implementation == "flex_attention":
-            forbidden = torch.finfo(hidden_states.dtype).min  # flex_attention adds every tensor to the scores
-            mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, forbidden)
+        mask = create_causal_mask(config, hidden_states, None, None) if config.is_causal else None
         if config.position_embedding_type == "rope2d":
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
@@ -480,25 +462,14 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         # LayerNorm and mean do not commute, so the order is part of the model.
         last_hidden_state = hidden_states if config.fc_norm else self.layernorm(hidden_states)
-        pooled = self._pool(last_hidden_state, attention_mask)
+        patches = last_hidden_state[:, config.num_prefix_tokens :]
+        pooled = last_hidden_state[:, 0] if config.pooling == "cls" else patches.mean(dim=1)
         return BaseModelOutputWithPooling(
             last_hidden_state=last_hidden_state,
             pooler_output=self.layernorm(pooled) if config.fc_norm else pooled,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
-
-    def _pool(self, last_hidden_state: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the vector that the classifier reads.  (B, N, D) -> (B, D)."""
-        if self.config.pooling == "cls":
-            return last_hidden_state[:, 0]
-        patches = last_hidden_state[:, self.config.num_prefix_tokens :]
-        if attention_mask is None or attention_mask.ndim != 2:
-            return patches.mean(dim=1)
-        weights = attention_mask.bool()[:, self.config.num_prefix_tokens :, None]  # (B, rows * cols, 1)
-        weights = weights.to(patches.device, torch.promote_types(patches.dtype, torch.float32))  # so no sum overflows
-        # An image whose patches are all masked has no mean: zeros, not NaN.
-        return ((patches * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)).to(patches.dtype)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -554,7 +525,6 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         self,
         pixel_values: Tensor,
         labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,  # named, or the stock Trainer would remove a column of this name
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
@@ -563,7 +533,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         (B, L), of regression numbers (B, L), or (B,) for one label. With `label_scale`, the loss is that of
         standardized labels, and logits are in the units of the labels.
         """
-        outputs = self.vit(pixel_values, attention_mask, return_dict=True, **kwargs)
+        outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
         loss = None if labels is None else self._loss(logits, labels)
         if self.config.problem_type == "regression" and self.config.label_scale is not None:
@@ -617,14 +587,13 @@ class ViTScratchForMaskedImageModeling(ViTScratchPreTrainedModel):
         self,
         pixel_values: Tensor,
         bool_masked_pos: Tensor | None = None,
-        attention_mask: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedImageModelingOutput:
         """Reconstruct images, with the arguments of `ViTScratchModel.forward`.
 
         The loss is the mean absolute error of the masked pixels. Without `bool_masked_pos` there is none.
         """
-        outputs = self.vit(pixel_values, attention_mask, bool_masked_pos, return_dict=True, **kwargs)
+        outputs = self.vit(pixel_values, bool_masked_pos, return_dict=True, **kwargs)
         patch_size = self.config.patch_height_width
         patches = outputs.last_hidden_state[:, self.config.num_prefix_tokens :].transpose(1, 2)  # (B, D, rows * cols)
         patches = self.decoder(patches[..., None]).flatten(2)  # (B, C * pixels of a patch, rows * cols)
