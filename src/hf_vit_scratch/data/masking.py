@@ -49,7 +49,7 @@ class MaskedImageDataset(ImageClassificationDataset):
             if height % unit[0] or width % unit[1]:
                 raise UserError(f"mask_patch_size must divide the image size {height}x{width}, got {unit[0]}.")
             number = (height // unit[0]) * (width // unit[1])
-            if not 0 < num_masked(number, mask_ratio) < number:
+            if not 0 < round(mask_ratio * number) < number:
                 raise UserError(f"mask_ratio must mask some of the {number} parts of an image, got {mask_ratio}.")
 
     def __getitems__(self, keys: Sequence[int | Sample]) -> dict[str, Any]:
@@ -64,12 +64,7 @@ class MaskedImageDataset(ImageClassificationDataset):
         return batch | {"bool_masked_pos": torch.from_numpy(masks.reshape(len(keys), -1))}
 
 
-def num_masked(number: int, ratio: float) -> int:
-    """Return how many of so many parts are masked: their share, rounded up, but not for an error of rounding."""
-    return math.ceil(round(ratio * number, 6))
-
-
 def random_masks(rng: SampleRNG, units: tuple[int, int], ratio: float) -> np.ndarray:
-    """Draw masks (B, *units) of which the same share, rounded up, is True."""
+    """Draw masks (B, *units) of which the same share is True."""
     ranks = np.argsort(rng.uniforms(math.prod(units)), axis=1)
-    return (ranks < num_masked(ranks.shape[1], ratio)).reshape(-1, *units)
+    return (ranks < round(ratio * ranks.shape[1])).reshape(-1, *units)

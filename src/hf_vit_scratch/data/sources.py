@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # It warns, several times, of a README.md beside parquet files that is none of the Hub.
 logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
 
+# Beginnings of the names of folders that hold no class: .git, @eaDir, and what is at the root of a disk.
+OF_SYSTEMS = (".", "@", "$RECYCLE.BIN", "__MACOSX", "lost+found", "System Volume Information")
 FOLLOW = "If this is intended, add --follow_links true."
 
 
@@ -44,12 +46,10 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
     root = path if path.is_dir() else path.parent
     tables = find_tables(path, [root, *_folders_of_splits(root).values()] if labelled and path.is_dir() else [])
     if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
-        if args.streaming:
+        if args.streaming or args.data_config is not None:
             raise UserError(
-                f"{data}: only datasets on the Hub and parquet files can be streamed. Leave --streaming out."
+                f"{data}: --streaming and --data_config are for parquet files and the Hub. Leave them out."
             )
-        if args.data_config is not None:
-            raise UserError(f"{data}: --data_config is for a dataset on the Hub that has several. Leave it out.")
         if data == "digits":
             return load_digits()
         source = load_tables(tables, root, args) if tables else _load_folder(path, labelled, args)
@@ -64,8 +64,6 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
         _refuse_files_outside(caches, source, f"{data} refers to a file that does not belong to it. Do not use it.")
     elif not args.follow_links:
         _refuse_files_outside([root], source, FOLLOW)
-    if args.corrupt_images == "raise":
-        _refuse_missing_files(data, source)
     return source
 
 
@@ -164,6 +162,7 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
     if "train" not in splits or (labelled and not _subfolders(splits["train"])):  # a class may be called train
         splits = {"train": root}
     names = _subfolders(splits["train"]) if labelled else [""]  # the class names of train hold for all the splits
+    ids = {name: number for number, name in enumerate(names)}
     source = {}
     for split, folder in splits.items():
         if labelled and split != "train" and not _subfolders(folder):
@@ -181,7 +180,7 @@ def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict
         with blame_the_files(f"{folder}: the names of files and classes must be UTF-8"):
             classes = ClassLabel(names=[unicodedata.normalize("NFC", name) for name in names])  # é may be two
             source[split] = Dataset.from_dict(
-                {"image": [str(file) for file, _ in files], "label": [names.index(name) for _, name in files]},
+                {"image": [str(file) for file, _ in files], "label": [ids[name] for _, name in files]},
                 features=Features({"image": datasets.Image(), "label": classes}),
             )
     return DatasetDict(source)
@@ -200,10 +199,8 @@ def _warn_of_unused(root: Path, source: DatasetDict, follow_links: bool) -> None
 
 
 def _subfolders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, without those that systems make: .git, @eaDir, __MACOSX."""
-    return sorted(
-        path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "@", "__MACOSX"))
-    )
+    """Return the names of the folders in a folder, without those that systems make."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(OF_SYSTEMS))
 
 
 def _folders_of_splits(root: Path) -> dict[str, Path]:
@@ -245,15 +242,6 @@ def _check_class_folders(
         raise UserError(f"{folder}: no images in the class folders {empty}. Delete these folders, or fill them.")
     if unknown := sorted(set(_subfolders(folder)) - set(names)):
         raise UserError(f"{folder}: the classes {unknown} are not in {train}. Delete or add them there.")
-
-
-def _refuse_missing_files(data: str, source: DatasetDict) -> None:
-    files = dict.fromkeys(path for rows in source.values() for path in image_paths(rows))  # splits share their table
-    if missing := [path for path in files if not os.path.isfile(path)]:
-        raise UserError(
-            f"{data}: {len(missing)} of its {len(files)} image files are missing; the first is {missing[0]}. Correct "
-            "the paths, or leave such images out with --corrupt_images skip."
-        )
 
 
 def _refuse_files_outside(folders: Sequence[str | Path], source: DatasetDict, advice: str) -> None:

@@ -180,13 +180,8 @@ def refuse_unknown_labels(data: str, split: str, rows: Dataset) -> None:
     """Refuse class ids out of range, which would end in a nameless fault on the device, much later."""
     feature, labels = rows.features["label"], rows["label"][:]
     if wrong := [row for row, label in enumerate(labels) if not is_valid(feature, label)]:
-        kind = f"a label outside 0 to {len(label_names(feature)) - 1}"
-        if problem_type(feature) == "regression":
-            kind = "a label that is not a finite number"
-        elif labels[wrong[0]] is None:
-            kind = "no label"
         raise UserError(
-            f"{data}: {len(wrong)} rows of {split} have {kind}; the first is "
+            f"{data}: {len(wrong)} rows of {split} have no label, or one that is out of range; the first is "
             f"{paths_of(rows)[wrong[0]] or f'row {wrong[0]}'} with {labels[wrong[0]]}. Correct or delete them."
         )
 
@@ -243,12 +238,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
         classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
         named = [name for name in ("label", "labels") if name in features]
         found = classes if {*classes} & {*named} else [*classes, *named]
-        labels = find_columns(args, "label", found, features)
-    if image in labels or len({*labels}) < len(labels) or ("image" in labels and image != "image"):
-        raise UserError(
-            f"{data}: the columns of labels must differ from each other and from that of the images, and none may be "
-            f"called image; got {labels} beside {image!r}. Choose or rename them."
-        )
+        labels = find_columns(args, "label", found, {*features} - {image, "image"})
     if args.streaming:
         if (source[args.train_split].info.builder_name or "").endswith("folder"):
             raise UserError(f"{data}: {NOT_IN_ROWS}")
@@ -260,7 +250,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     for split in without:
         logger.warning("%s: the split %r has no labels and is not used.", data, split)
     source = type(source)({split: rows for split, rows in source.items() if split not in without})
-    wanted = [image, *labels, *group]
+    wanted = [*dict.fromkeys((image, *labels, *group))]
     for split, rows in source.items():
         if missing := [name for name in wanted if name not in (rows.features or wanted)]:
             raise UserError(f"{data}: {split} has no column {missing[0]!r}, which {args.train_split} has. Add it.")

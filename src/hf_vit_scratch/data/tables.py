@@ -33,22 +33,12 @@ def _read_csv(file: Path, separator: str | None) -> Dataset:
 
     Cells such as None, 007 and 1E1 stay texts, and so do lists with this separator, such as 1,2.
     """
-    try:
-        header = file.read_text(encoding="utf-8-sig").partition("\n")[0]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} must be a text in UTF-8 ({error}). Save it as one.") from error
+    header = file.read_text(encoding="utf-8-sig").partition("\n")[0]
     options: Any = {"keep_default_na": False, "na_values": [""], "low_memory": False, "index_col": False}
     options["sep"] = max(",;\t", key=header.count)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
-            text = pd.read_csv(file, dtype=str, **options)
-    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"{file}: a row has more cells than the header, or its quotes stay open ({reason}). Name all columns in "
-            "the header, and put texts with commas in quotes."
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # of cells that no column has, which would be lost
+        text = pd.read_csv(file, dtype=str, **options)
     points = any(text[name].str.fullmatch(r"\s*[+-]?\d*\.\d+([eE][+-]?\d+)?\s*").any() for name in text)
     options["decimal"] = "," if options["sep"] != "," and not points else "."  # as some spreadsheets write it
     table = pd.read_csv(file, dtype_backend="numpy_nullable", **options)
@@ -102,7 +92,10 @@ def load_tables(tables: Iterable[Path], root: Path, args: DataArguments) -> Data
     """
     splits: dict[str, Dataset] = {}
     for table in tables:
-        with blame_the_files(f"{table} cannot be read as a table with one type in each column"):
+        with blame_the_files(
+            f"{table} cannot be read as a table in UTF-8, with one type in each column, as many cells in a row as in "
+            "the header, and quotes around texts with commas"
+        ):
             rows = READERS[table.suffix.lower()](table, args.label_separator)
         if not len(rows):
             raise UserError(f"{table} has no rows. Add one for each image.")
@@ -160,12 +153,8 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
     chosen = getattr(args, f"{what}_column")
     chosen = [chosen] if isinstance(chosen, str) else chosen or []
     if not chosen and len(found) != 1:
-        paths = ", and none begins with the path of an image and its suffix, such as cat/1.jpg" * (what == "image")
-        named = f"no column is called {'file_name' if paths else what}{paths}."
-        problem = f"{' and '.join(found)} may hold the {what}s." if found else named
-        if not possible:
-            raise UserError(f"{args.data}: no column holds images, so none can be chosen. Give a table of paths.")
-        raise UserError(f"{args.data}: {problem} Choose one of {sorted(possible)} with --{what}_column.")
+        problem = f"{' and '.join(found)} may hold the {what}s" if found else f"no column is known to hold {what}s"
+        raise UserError(f"{args.data}: {problem}. Choose one of {sorted(possible)} with --{what}_column.")
     if unknown := [name for name in chosen if name not in possible]:
         raise UserError(
             f"{args.data}: there is no {what} column {unknown[0]!r}, only {sorted(possible)}. Choose with "

@@ -6,7 +6,6 @@ List(ClassLabel)               multi_label_classification   zeros and ones, int8
 """
 
 import math
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
@@ -83,21 +82,12 @@ def class_counts(rows: Dataset) -> NDArray[np.int64]:
 
 
 def label_problems(rows: Dataset, *, weighted: bool, is_trained: bool) -> Iterator[str]:
-    """Yield what to try if classes look like several labels each, as `cat;night` does, or have few images.
+    """Yield what to try if classes have few images.
 
     Rare classes are no problem if they are `weighted`, and few images none for a model that is trained already.
     """
     feature, counts = rows.features["label"], class_counts(rows)
     names = label_names(feature)
-    for separator in ";|," if isinstance(feature, ClassLabel) else "":
-        parts = {*chain(*(split_names(name, separator) for name in names))}
-        if len(parts) <= len(names) and sum(separator in name for name in names) > len(names) / 2:
-            joined = next(name for name in names if separator in name)
-            yield (
-                f"{joined!r} is one class, though it looks like several labels. If each image can have several, "
-                f"give --label_separator '{separator}'."
-            )
-            break
     rare, common = int(counts.argmin()), int(counts.argmax())
     if isinstance(feature, ClassLabel) and not weighted and counts[rare] * 10 < counts[common]:
         yield (
@@ -148,10 +138,6 @@ def encode_labels(
         if split != train and _holds(features[0], "int") and {*rows} == {(-1,)} and (-1,) not in table[train]:
             table[split] = [(None,)] * len(rows)  # it has no labels, as on the Hub
     is_list = len(columns) > 1 or hasattr(features[0], "feature")
-    is_class = not is_list and isinstance(first, ClassLabel)
-    if is_class:  # whose names will be split
-        names, first = dict(enumerate(first.names)), Value("string")
-        table = {split: [(names.get(row[0]),) for row in rows] for split, rows in table.items()}
     if not is_list and isinstance(first, Value) and any(isinstance(row[0], str) for row in chain(*table.values())):
         # In the table of one split, all names may look like numbers, or be true and false.
         table = {split: [(None if row[0] is None else str(row[0]),) for row in rows] for split, rows in table.items()}
@@ -161,7 +147,7 @@ def encode_labels(
         if is_list or not _holds(first, "string"):
             raise UserError(f"{data}: label_separator is for one column of texts, but {held}. Leave it out.")
         for split, rows in table.items():  # an empty cell has none of the labels, but an empty column is not labelled
-            empty: Any = [] if not is_class and (split == train or {*rows} != {(None,)}) else None
+            empty: Any = [] if split == train or {*rows} != {(None,)} else None
             table[split] = [(split_names(row[0], separator) if row[0] else empty,) for row in rows]
         is_list = True
     if len(columns) > 1 and all(value in (0, 1, None) for row in chain(*table.values()) for value in row):
@@ -212,18 +198,6 @@ def _number_names(
     if complete and (unseen := {*names}.union(*used.values()) - used[train]):
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
-        )
-    decimals = [name for name in names if re.fullmatch(r"[+-]?\d*\.\d+", str(name))]
-    if decimals and (words := [name for name in names if not re.fullmatch(r"[+-]?[\d.]+", str(name))]):
-        raise UserError(
-            f"{data}: labels must be numbers or names, but {decimals[0]!r} and {words[0]!r} are mixed types. Correct "
-            "or delete these rows."
-        )
-    commas = [name for name in names if re.fullmatch(r"[+-]?\d+,\d+", str(name))]
-    if commas and all(re.fullmatch(r"[+-]?[\d.,]+", str(name)) for name in names):
-        raise UserError(
-            f"{data}: labels such as {commas[0]!r} are numbers with a comma. Write them with a decimal point, or, if "
-            "they are several labels, give --label_separator ','."
         )
     if any(len({*row}) < len(row) for row in lists[train] if row):
         raise UserError(
