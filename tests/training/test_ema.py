@@ -38,16 +38,28 @@ def train(model, ema, steps=4):
 
 
 def test_average_is_the_weighted_sum_of_the_steps(model):
-    ema = EMA(model, decay=0.75)
-    first, *others = train(model, ema)
-    expected = first
-    for weight in others:
-        expected = 0.75 * expected + 0.25 * weight
+    expected = model.weight.detach().clone()
+    ema = EMA(model, decay=0.25)
+    history = train(model, ema)
+    for decay, weight in zip((1 / 10, 2 / 11, 0.25, 0.25), history, strict=True):
+        expected = decay * expected + (1 - decay) * weight
 
     ema.swap(model)
 
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-14)
     assert ema.n_averaged == 4
+
+
+def test_slow_average_of_a_short_training_does_not_stay_near_the_first_weights(model):
+    first, ema = model.weight.detach().clone(), EMA(model, decay=0.9999)
+    with torch.no_grad():
+        model.weight += 1
+    for _ in range(100):
+        ema.update_parameters(model)
+
+    ema.swap(model)
+
+    torch.testing.assert_close(model.weight.detach(), first + 1, rtol=0, atol=1e-6)
 
 
 def test_weights_come_back_after_the_context_even_if_it_fails(model):

@@ -335,19 +335,6 @@ def test_too_few_images_of_a_class_are_pointed_out(images, digits, tmp_path, cap
     assert ("There are 8 training images per class or label on average, too few" in caplog.text) == (images == 8)
 
 
-@pytest.mark.parametrize("side", [31, 32])
-def test_images_far_larger_than_the_models_are_pointed_out(side, digits, tmp_path, caplog):
-    for name in digits[1]:
-        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        with Image.open(digits[0] / name) as image:
-            image.resize((side, side + 9)).save(tmp_path / "data" / name)
-
-    choose(tmp_path / "data")
-
-    said = "Half of the images have 32 pixels or more on their shorter side, and the model gets 8x8"
-    assert (said in caplog.text) == (side == 32)
-
-
 def test_rare_class_is_pointed_out_unless_something_is_done_about_it(rare, caplog):
     said = (
         "'1' has 4 training images, '0' 58: accuracy will hardly show the rare class. Try --class_weighting balanced"

@@ -382,7 +382,7 @@ def test_test_images_that_the_starting_model_has_learnt_from_are_counted(task, c
     tested = [*pd.read_csv(new / SPLITS).query("split == 'test'")["image"]]
     number = len(trained.intersection(tested))
     assert number > 0
-    assert f"{number} of the {len(tested)} test images are among its training images" in caplog.text
+    assert f"{number} of the {len(tested)} test images may be among its training images" in caplog.text
     if task == "masked-image-modeling":
         return
     shutil.copytree(class_folders, tmp_path / "copies")  # as whoever sorts images into other folders makes them

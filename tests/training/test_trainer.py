@@ -20,8 +20,6 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import (
     EarlyStoppingCallback,
-    PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -140,21 +138,6 @@ def test_users_learning_rate_is_that_of_the_users_optimizer(tmp_path):
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.25})
 
     assert {group["lr"] for group in trainer.create_optimizer().param_groups} == {0.25}
-
-
-@pytest.mark.parametrize("stock", [PrinterCallback, ProgressCallback])
-def test_users_own_kind_of_a_stock_callback_stays(stock, tmp_path):
-    class Mine(stock):
-        pass
-
-    model = make_trainer(tmp_path).model
-    args = ViTTrainingArguments(output_dir=str(tmp_path), max_train_minutes=1, disable_tqdm=stock is PrinterCallback)
-    trainer = ViTTrainer(model, args, train_dataset=RandomImages(), eval_dataset=RandomImages(), callbacks=[Mine()])
-
-    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-    assert "Mine" in kinds
-    assert stock.__name__ not in kinds
-    assert {"PrinterIntoPipes": PrinterCallback, "ProgressByTime": ProgressCallback}[kinds[-1]] is stock
 
 
 def test_two_early_stoppings_are_refused(tmp_path):
@@ -728,9 +711,7 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy must stay random: the order"),
         ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
         ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
-        ({"eval_do_concat_batches": False}, "eval_do_concat_batches must stay true: the metrics are of all images"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics must stay false: the metrics are of all images"),
-        ({"label_names": ["label"]}, "label_names must stay none: they follow from the task"),
         ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
         ({"ignore_data_skip": True}, "ignore_data_skip must stay false: a resumed run goes on with the images"),
     ],
@@ -808,15 +789,16 @@ def record_weights(trainer):
 
 def test_average_equals_the_closed_form(tmp_path):
     trainer = make_trainer(tmp_path, ema_decay=0.8)
+    expected = trainer.model.classifier.weight.detach().double().clone()
     history = record_weights(trainer)
 
     trainer.train()
 
-    # The average starts at the first step's weights: 0.8^5 w_1 + sum of 0.2 * 0.8^(6 - k) w_k for k = 2 .. 6.
-    shares = [0.8**5, *(0.2 * 0.8 ** (6 - k) for k in range(2, 7))]
-    expected = sum(share * weights.double() for share, weights in zip(shares, history, strict=True))
+    assert len(history) == 6
+    for step, weights in enumerate(history):  # 0.8 is not reached before the 36th
+        decay = (1 + step) / (10 + step)
+        expected = decay * expected + (1 - decay) * weights.double()
     torch.testing.assert_close(trainer.model.classifier.weight.double(), expected, rtol=0, atol=1e-6)
-    assert sum(shares) == pytest.approx(1)
 
 
 def test_average_is_what_is_evaluated_and_training_goes_on_with_the_weights(tmp_path):
@@ -935,16 +917,6 @@ def test_impossible_argument_is_refused(arguments, rule, tmp_path):
     (name,) = arguments
     with pytest.raises(UserError, match=rf"^{name} must {rule}, got"):
         make_trainer(tmp_path, **arguments)
-
-
-@pytest.mark.parametrize(("decay", "steps", "warns"), [(0.9, 20, True), (0.9, 30, False)])
-def test_average_that_would_keep_the_first_weights_is_warned_of(decay, steps, warns, tmp_path, caplog):
-    trainer = make_trainer(tmp_path, ema_decay=decay, max_steps=steps)  # 0.9^20 = 0.12, 0.9^30 = 0.04
-    trainer.state.max_steps = steps
-    for callback in trainer.callback_handler.callbacks:
-        if type(callback).__name__ == "_Hooks":
-            callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-    assert warns == any(f"ema_decay {decay} is too slow for {steps} steps" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "reduce_lr_on_plateau"])

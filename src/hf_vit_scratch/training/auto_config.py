@@ -30,7 +30,6 @@ from .recipe import Recipe
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 500  # images whose modes and sizes are read
-FAR_LARGER = 4  # times the model's image, from which on an image loses what is small in it
 SECONDS = 1.0  # for each measurement of speed
 IMAGE_SIZES = (32, 48, 64, 96, 128, 160, 192, 224)  # to choose from, reduced to multiples of a patch that is set
 CPU_MODEL, SMALL_MODEL, LARGE_MODEL = (128, 4), (192, 6), (384, 12)  # width and number of layers
@@ -265,17 +264,6 @@ def planned_passes(training: ViTTrainingArguments, number: int) -> float:
         training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     )
     return images / images_in_pass(training, number) if images > 0 else training.num_train_epochs
-
-
-def detail_lost(rows: Dataset, size: tuple[int, int]) -> str | None:
-    """Return what to try if most images are far larger than what the model gets, height and width in pixels."""
-    side = int(np.median(sizes_and_modes(rows)[0].min(axis=1)))
-    if side < FAR_LARGER * min(size):
-        return None
-    return (
-        f"Half of the images have {side} pixels or more on their shorter side, and the model gets "
-        f"{size[0]}x{size[1]}: small things disappear. Try a larger --image_size, which takes longer."
-    )
 
 
 def sizes_and_modes(rows: Dataset) -> tuple[NDArray[np.int64], Counter[str]]:

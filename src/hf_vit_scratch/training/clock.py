@@ -1,10 +1,9 @@
-"""The time spent on training, the end of training after `max_train_minutes`, and a progress bar for it."""
+"""The time spent on training, and the end of training after `max_train_minutes`."""
 
 import time
-from typing import Any
 
 import torch
-from transformers import ProgressCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from .arguments import ViTTrainingArguments
@@ -56,19 +55,3 @@ class Clock:
         share, done = self._begin or (0.0, 0.0)
         by_time = done + (1 - done) * (share_of_time - share) / (1 - share)
         return min(1.0, max(by_time, state.global_step / state.max_steps))
-
-
-class ProgressByTime(ProgressCallback):
-    """The stock progress bar, of as many steps as there is time for."""
-
-    training_bar: Any
-
-    def __init__(self, clock: Clock):
-        super().__init__()
-        self.clock = clock
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar, whose end is where the clock will stop at this pace."""
-        if self.training_bar is not None and self.clock.progress > 0:  # 0 without `max_train_minutes`
-            self.training_bar.total = round(state.global_step / self.clock.progress)
-        super().on_step_end(args, state, control, **kwargs)

@@ -1,6 +1,5 @@
 """An exponential moving average of the weights."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,6 @@ from transformers import TrainerState
 
 from ..errors import UserError
 
-logger = logging.getLogger(__name__)
-
-SLOW = 0.1  # warn if the first weights keep a larger share of the final average
 # The weights that training goes on with, in a checkpoint beside model.safetensors, which holds the average.
 TRAINED_WEIGHTS = "trained_weights.safetensors"
 
@@ -24,8 +20,9 @@ TRAINED_WEIGHTS = "trained_weights.safetensors"
 class EMA:
     """An average of a model's weights over its training steps; it changes places with them on request.
 
-    It is on their device; `steps` is the number of training steps in it already. The first step replaces it. Each
-    further one multiplies it by `decay` and adds `1 - decay` times the new weights.
+    It is on their device; `steps` is the number n of training steps in it already. Each further one multiplies it by d
+    and adds 1 - d times the new weights. d is `decay`, but at first min(decay, (1 + n) / (10 + n)), as in TensorFlow's
+    `ExponentialMovingAverage`: a slow average of a short training would stay near the first weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int = 0):
@@ -36,7 +33,8 @@ class EMA:
     def update_parameters(self, model: nn.Module) -> None:
         """Add the weights after a step; torch's `AveragedModel` would wait for the device."""
         weights = [parameter.data for parameter in model.parameters()]
-        get_ema_multi_avg_fn(self._decay if self.n_averaged else 0.0)(self._averages, weights, self.n_averaged)
+        decay = min(self._decay, (1 + self.n_averaged) / (10 + self.n_averaged))
+        get_ema_multi_avg_fn(decay)(self._averages, weights, self.n_averaged)
         self.n_averaged += 1
 
     @classmethod
@@ -58,11 +56,6 @@ class EMA:
                 "ema_decay needs weights in float32: 16 bits round the steps of an average away. Load the model with "
                 "dtype=torch.float32; bf16=True computes in bfloat16 all the same."
             )
-        if decay**state.max_steps > SLOW:
-            logger.warning(
-                "ema_decay %g is too slow for %d steps: the model stays near its first weights. Try 0.99 for 1,000 "
-                "steps, or 0.999 for 10,000.", decay, state.max_steps,
-            )  # fmt: skip
         ema = cls(model, decay, state.global_step)
         if checkpoint is not None:
             load_model(model, checkpoint / TRAINED_WEIGHTS)

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from transformers import PrinterCallback
 
 from .arguments import ViTTrainingArguments
 
@@ -63,12 +62,3 @@ class GracefulStop:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             self.signal = int(asked.item())
         return self.signal > 0
-
-
-class PrinterIntoPipes(PrinterCallback):
-    """The stock printer, but a broken pipe is no error: Ctrl-C also ends `tee`, before the last checkpoint."""
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Print the line, if there is still a reader."""
-        with suppress(BrokenPipeError):
-            super().on_log(*args, **kwargs)

@@ -122,11 +122,6 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
             splits = load_splits(**vars(args.data))
     else:
         splits = load_splits(**vars(args.data), labelled=not is_masked(args), listing=listing)
-    for name, rows in splits.items():
-        if isinstance(rows, Dataset) and len(rows) < training.world_size:
-            raise UserError(
-                f"{training.world_size} processes are too many for the {len(rows)} images of {name}: use fewer."
-            )
     return splits
 
 
@@ -168,11 +163,8 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
             auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
-        if choices and not training.resume_from_checkpoint:  # which repeats those of the run
+        if choices:
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
-    judged = not args.data.streaming and "image_size" not in recipe.values("images")  # which has its reason
-    if judged and (problem := auto_config.detail_lost(splits["train"], config.image_height_width)):
-        logger.warning(problem)
     if training.check:
         training.torch_compile = False  # it takes longer than the check
     if training.check or training.data_report:
@@ -187,11 +179,10 @@ def _warn_of_other_splits(model: Path, recipe: Recipe, test: Dataset) -> None:
     if begun is None or begun.fingerprint == recipe.fingerprint:
         return
     number = count_learnt(run, test)
-    what = f"{number} of the {len(test)} test images are among its training images: test accuracy will be too high."
-    if not number:
-        some = "Some test images may be" if number is None else "None of the test images is"
-        what = f"{some} among its training images."
-    logger.warning("%s was trained on other splits, of %s. %s", model, begun.data, what)
+    if number != 0:
+        some = "Some" if number is None else f"By their names and sizes, {number} of the {len(test)}"
+        what = f"{some} test images may be among its training images: test accuracy would be too high."
+        logger.warning("%s was trained on other splits, of %s. %s", model, begun.data, what)
 
 
 def check_images(run: Path, recipe: Recipe, splits: DatasetDict) -> str:

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,9 +40,9 @@ from .checkpointing import (
     finish_checkpoint,
     refuse_damage,
 )
-from .clock import Clock, ProgressByTime
+from .clock import Clock
 from .ema import EMA, TRAINED_WEIGHTS
-from .graceful_stop import GracefulStop, PrinterIntoPipes
+from .graceful_stop import GracefulStop
 from .loss_watch import LossWatch
 from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
 
@@ -90,6 +90,9 @@ class _Hooks(TrainerCallback):
         if trainer.ema is not None:
             trainer.ema.update_parameters(trainer.model)
         trainer.clock.update(state, control)
+        for callback in trainer.callback_handler.callbacks:
+            if trainer.clock.progress > 0 and getattr(callback, "training_bar", None) is not None:
+                callback.training_bar.total = round(state.global_step / trainer.clock.progress)  # the end by the clock
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
             args.save_strategy = SaveStrategy.STEPS  # under "best", an evaluation takes `should_save` back
@@ -184,11 +187,6 @@ class ViTTrainer(Trainer):
             if self.pop_callback(EarlyStoppingCallback):
                 raise UserError("early_stopping_patience adds an EarlyStoppingCallback. Leave one of them out.")
             self.add_callback(self.early_stopping)
-        handler: Any = self.callback_handler
-        for new in (PrinterIntoPipes(), ProgressByTime(self.clock)):
-            for stock in [one for one in handler.callbacks if type(one) is type(new).__base__]:
-                handler.pop_callback(stock)  # by its class, a user's subclass could be removed instead
-                handler.add_callback(new)
 
     # Training
 
@@ -379,7 +377,8 @@ class ViTTrainer(Trainer):
             self.restart_throughput()
         if self.is_in_train:
             logs["minutes"] = round(self.clock.minutes, 4)
-        super().log(logs, start_time)
+        with suppress(BrokenPipeError):  # Ctrl-C also ends `tee`, before the last checkpoint
+            super().log(logs, start_time)
         logs.pop("minutes", None)  # or a hyperparameter search would add them to the metrics
 
     def restart_throughput(self) -> None:
