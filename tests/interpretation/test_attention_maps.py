@@ -160,7 +160,7 @@ def test_class_attention_of_a_frozen_model_under_no_grad(pixels):
 
 @pytest.mark.parametrize("class_ids", [[0, 1, 2], [0, 5]])
 def test_classes_that_do_not_exist_are_refused(class_ids, pixels):
-    with pytest.raises((IndexError, ValueError), match="out of bounds|must have one id for each of the 2 images"):
+    with pytest.raises((IndexError, ValueError), match="out of bounds|could not be broadcast"):
         class_attention(classifier(), pixels, class_ids)
 
 
@@ -266,12 +266,12 @@ def saved(tmp_path):
 
 def test_the_command_writes_every_picture_of_every_image(saved, tmp_path, photographs, capsys):
     output = tmp_path / "pictures"
-    for image, file in zip(photographs, ("photo.png", "other.png"), strict=False):
-        image.save(tmp_path / file)
-    files = [str(tmp_path / "photo.png"), str(tmp_path / "other.png")]
+    files = [str(tmp_path / "photo.png"), str(tmp_path / "photo.jpg")]
+    for image, file in zip(photographs, files, strict=False):
+        image.save(file)
     assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out.split()
-    names = [f"{image}_{name}" for image in ("photo", "other") for name in ("class_attention", "heads", "rollout")]
+    names = [f"{image}_{name}" for image in ("1_photo", "2_photo") for name in ("class_attention", "heads", "rollout")]
     assert printed == [str(output / f"{name}.png") for name in (*names, "position_similarity", "patch_filters")]
     for path in printed:
         assert len(np.unique(np.asarray(Image.open(path).convert("L")))) > 20  # something is drawn
@@ -329,16 +329,6 @@ def test_map_is_that_of_the_class_even_if_another_one_has_its_name(photographs):
     assert torch.equal(alike.class_attention, apart.class_attention)
     assert {prediction["label"] for prediction in alike.predictions} == {"crane", "$5_to_$10"}
     attention_maps.draw_image(pipe, photographs[0])["class_attention"].savefig(io.BytesIO())
-
-
-def test_images_whose_pictures_would_have_one_name_are_refused(saved, tmp_path, photographs, capsys):
-    photographs[0].save(tmp_path / "photo.png")
-    photographs[0].save(tmp_path / "photo.jpg")
-    files = [str(tmp_path / "photo.png"), str(tmp_path / "photo.jpg")]
-    assert vit_scratch.main(["explain", str(saved), *files, "--output_dir", str(tmp_path / "pictures")]) == 2
-    assert (
-        "got two called 'photo'. Run the command once for each, with another --output_dir." in capsys.readouterr().err
-    )
 
 
 def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):

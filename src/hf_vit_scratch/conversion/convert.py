@@ -10,7 +10,8 @@ The functions that convert modules in memory, in both directions, can be importe
 import argparse
 import math
 import re
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,7 +69,7 @@ def load(source: str, **unsaid: Any) -> LoadedModel:
     if label_names and len(label_names) == ours.config.num_labels:
         ours.config.id2label = dict(enumerate(label_names))
         ours.config.label2id = {name: index for index, name in enumerate(label_names)}
-    return LoadedModel(ours, kind, assumed, *_image_processor(source, described))
+    return LoadedModel(ours, kind, assumed, _image_processor(source, described))
 
 
 def convert(source: str, destination: str, **unsaid: Any) -> None:
@@ -87,12 +88,14 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
             f"--num_attention_heads, --image_size and --pooling are for a file of weights, which {source} is not. "
             "Leave them out."
         )
-    ours, kind, assumed, image_processor, note = load(source, **unsaid)
+    ours, kind, assumed, image_processor = load(source, **unsaid)
     if kind == type(ours).__name__:
         raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")
     ours.save_pretrained(destination)
+    note = "how images were prepared is not known: save an image processor there before using a pipeline"
     if image_processor is not None:
         image_processor.save_pretrained(destination)
+        note = "preprocessor_config.json prepares images; resizing to more pixels and cropping were left out"
 
     config = ours.config
     (height, width), (patch_height, patch_width) = config.image_height_width, config.patch_height_width
@@ -194,11 +197,6 @@ def _from_file(
         f"GELU, pooling {pooling!r}"
     )
     size = (ours.config.num_channels, *ours.config.image_height_width)
-    if table is TORCHVISION:
-        assumed += (
-            ". torchvision resizes to more pixels and crops, and interpolates bicubically for SWAG weights; the image "
-            "processor here does neither"
-        )
     # torchvision's mean and standard deviation, for all of its weights; timm's differ.
     prepared = {"input_size": size, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     return ours, assumed, prepared if table is TORCHVISION else {}
@@ -225,37 +223,29 @@ def _reading(source: object) -> AbstractContextManager[None]:
     return blame_the_files(f"{source} is truncated, not there, or of another kind")
 
 
-def _image_processor(source: str, prepared: dict[str, Any] | None) -> tuple[BaseImageProcessor | None, str]:
-    """Return an image processor and a note: the one beside the model, or one that follows timm's description."""
+def _image_processor(source: str, prepared: dict[str, Any] | None) -> BaseImageProcessor | None:
+    """Return the image processor beside the model, or one that follows timm's description but does not crop."""
     if prepared is None:
-        try:
-            processor = transformers.AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
-            return processor, "its image processor was copied"
-        except (OSError, ValueError):
-            return None, "no image processor was found beside the model: save one before using it in a pipeline"
-    if not prepared:
-        return None, "no image processor was written, as the file does not say how images were prepared"
-    channels, height, width = prepared["input_size"]
-    if channels != 3 or not prepared.get("mean"):
-        return None, "no image processor was written: stock ones make RGB, and these images are something else"
-    mean, std = list(prepared["mean"]), list(prepared["std"])
-    processor = transformers.ViTImageProcessor(
-        size={"height": height, "width": width},
+        with suppress(OSError, ValueError):
+            return transformers.AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+    if not prepared or not prepared.get("mean") or prepared["input_size"][0] != 3:  # stock ones make RGB
+        return None
+    return transformers.ViTImageProcessor(
+        size=dict(zip(("height", "width"), prepared["input_size"][1:], strict=True)),
         resample=Resampling[prepared.get("interpolation", "bilinear").upper()],
-        image_mean=mean,
-        image_std=std,
+        image_mean=list(prepared["mean"]),
+        image_std=list(prepared["std"]),
         do_convert_rgb=True,
     )
-    crop = prepared.get("crop_pct", 1)
-    note = f"; timm crops to {crop:g} of a larger resize, this one does not" if crop != 1 else ""
-    return processor, f"an image processor was written: {height}x{width} pixels, mean {mean}, std {std}{note}"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="vit-scratch convert", description=__doc__.partition(chr(10))[0])
-    parser.add_argument("source", nargs="?", help="a folder or Hub name of transformers or timm, or a file of weights")
-    parser.add_argument("destination", nargs="?", help="the folder to write")
+    parser.add_argument(
+        "source", nargs="?", type=expanduser, help="a folder or Hub name of transformers or timm, or a file of weights"
+    )
+    parser.add_argument("destination", nargs="?", type=expanduser, help="the folder to write")
     parser.add_argument("--num_attention_heads", type=int, help="for a file of weights, which does not say it")
     parser.add_argument("--image_size", type=int, nargs="+", help="for a file of weights: pixels, if not square")
     parser.add_argument("--pooling", choices=POOLINGS, help="for a file of weights; cls where it has a class token")

@@ -22,7 +22,6 @@ class LoadedModel(NamedTuple):
     kind: str  # what the source holds
     assumed: str  # because the source does not say it
     image_processor: BaseImageProcessor | None  # None if it is not known how images are prepared
-    note: str  # where the image processor comes from
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -26,12 +26,8 @@ def new_figure(width: float, height: float) -> Any:
     missing = [font for font in EASTERN_FONTS if font not in rcParams["font.family"]]
     installed = [font for font in missing if font in font_manager.get_font_names()]
     rcParams["font.family"] = [*rcParams["font.family"], *installed]
+    rcParams["text.parse_math"] = False  # the name of a class may have two `$`
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def plain(text: str) -> str:
-    """Return a text that matplotlib shows as it is, without taking what is between two `$` for a formula."""
-    return text.replace("$", r"\$")
 
 
 def plot_curves(log_history: Sequence[dict[str, Any]], path: Path) -> None:
@@ -64,9 +60,9 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true", title="% of each true class")
     if len(labels) <= 30:  # more would be unreadable
-        axes.set_xticks(range(len(labels)), map(plain, labels), rotation=90)
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
         few = [f" ({number:.0f})" if number < 10 else "" for number in counts.sum(axis=1)]
-        axes.set_yticks(range(len(labels)), map(str.__add__, map(plain, labels), few))
+        axes.set_yticks(range(len(labels)), map(str.__add__, labels, few))
         for row, column in np.argwhere(counts):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = f"{100 * shares[row, column]:.0f}"
@@ -112,7 +108,7 @@ def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path
     for axes, name, true, predicted in zip(panels, names, labels.T, predictions.T, strict=False):
         axes.scatter(true, predicted, s=8, alpha=0.5)
         axes.axline((true[0], true[0]), slope=1, color="black", linestyle="--")
-        axes.set(title=plain(name), xlabel="true", ylabel="predicted")
+        axes.set(title=name, xlabel="true", ylabel="predicted")
     figure.savefig(path, dpi=110)
 
 
@@ -128,7 +124,7 @@ def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Pa
         width, height = (0.92 * side / max(shown.size) for side in shown.size)
         bottom, left = 1.28 * (place // columns + 1), place % columns + (1 - width) / 2
         axes.imshow(np.asarray(shown), extent=(left, left + width, bottom, bottom - height))
-        axes.text(left + width / 2, bottom - height - 0.02, plain(caption), ha="center", va="bottom", fontsize=8)
+        axes.text(left + width / 2, bottom - height - 0.02, caption, ha="center", va="bottom", fontsize=8)
     axes.set(xlim=(0, columns), ylim=(1.28 * lines, 0))
     axes.axis("off")
     figure.savefig(path, dpi=110)

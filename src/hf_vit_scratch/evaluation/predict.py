@@ -108,8 +108,9 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
     use_no_more_threads_than_cores()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    with blame_the_files(f"{model} cannot be loaded as an {kind}"):
+    with blame_the_files(f"--device {device} cannot be used"):
         torch.empty(0, device=device)
+    with blame_the_files(f"{model} cannot be loaded as an {kind}"):
         loaded, report = auto_class.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
@@ -274,11 +275,6 @@ def main(argv: list[str]) -> int:
     columns = [f"{name}_{rank + 1}" for rank in ranks for name in ("label", "score")]
     if are_numbers:
         columns = list((config.id2label or {}).values())
-    if is_table and (taken := {"image", "error"} & {*columns}):
-        name = taken.pop()
-        raise UserError(
-            f"A number is called {name!r}, as a column of the table. Give --output a name that ends in .jsonl."
-        )
     trust = Trust.load(str(classifier.model.name_or_path))
     results = predict(
         classifier, paths, top_k=args.top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust

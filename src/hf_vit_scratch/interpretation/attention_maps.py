@@ -9,7 +9,6 @@ rows x cols patches.
 import math
 import os
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
 from ..data.images import decode_image, denormalize, local_path
-from ..errors import UserError
-from ..evaluation.figures import new_figure, plain
+from ..evaluation.figures import new_figure
 from ..evaluation.predict import classes_by_number, find_images, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 
@@ -78,13 +76,10 @@ def class_attention(
     Args:
         model: A classifier, which is set to evaluation mode.
         pixel_values: (B, C, height, width), normalised, on the model's device.
-        class_ids: One class id for each image; `None` for the predicted classes.
+        class_ids: One class id for each image, or one for all; `None` for the predicted classes.
 
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
-
-    Raises:
-        ValueError: There is not one class id for each image.
     """
     # A compiled graph would compute the attention that it returns and that of the logits apart.
     with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
@@ -93,8 +88,6 @@ def class_attention(
         outputs = model.eval()(pixel_values, output_attentions=True, return_dict=True)
         logits = outputs.logits
         ids = logits.argmax(dim=-1) if class_ids is None else class_ids
-        if len(ids) != len(logits):
-            raise ValueError(f"class_ids must have one id for each of the {len(logits)} images, got {len(ids)}.")
         # One backward pass serves all images: the logit of one has no gradient in another.
         gradients = torch.autograd.grad(logits[range(len(logits)), ids].sum(), outputs.attentions)
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -260,7 +253,7 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
     for panel, (title, values) in zip(others, maps.items(), strict=True):
         panel.imshow(image.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
         shown = panel.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, alpha=0.65, extent=extent)
-        panel.set_title(plain(title), fontsize=10)
+        panel.set_title(title, fontsize=10)
         bar = figure.colorbar(shown, ax=panel, orientation="horizontal", shrink=0.9, ticks=MaxNLocator(2))
         bar.ax.tick_params(labelsize=7)
     for panel in (first, *others):
@@ -313,19 +306,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output_dir", type=local_path, required=True, metavar="DIR", help="folder for the PNG files")
     args = parser.parse_args(argv)
     files = find_images(args.images)
-    stems = [Path(file).stem for file in files]
-    if twice := [stem for stem, number in Counter(stems).items() if number > 1]:
-        raise UserError(
-            f"Images must have different names, because the pictures are named after them; got two called "
-            f"{twice[0]!r}. Run the command once for each, with another --output_dir."
-        )
-    for file in files:
-        decode_image({"path": file, "bytes": None}, file)  # names a broken one before anything is written
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for stem, file in zip(stems, files, strict=True):
+    for number, file in enumerate(files, 1):  # two in different folders may have one name
         figures = draw_image(classifier, decode_image({"path": file, "bytes": None}, file))
-        _save({f"{stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
+        _save({f"{number}_{Path(file).stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
     model: Any = classifier.model
     figures = {
         "position_similarity": draw_position_similarity(position_similarity(model)),
