@@ -44,7 +44,8 @@ def blame_the_files(problem: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # they raise many types, down to an AssertionError for a missing device
-        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
+        text = " ".join(str(error).split()).removeprefix("Error tokenizing data. ")  # which tells nothing, by pandas
+        reason = text.partition(". ")[0].removesuffix(".")
         raise UserError(f"{problem}: {reason} ({type(error).__name__}).") from error
     finally:
         transformers_logging.set_verbosity(verbosity)

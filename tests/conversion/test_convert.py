@@ -91,7 +91,7 @@ def test_transformers_encoder_without_image_processor(tmp_path, capsys):
 
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
 
-    assert "how images were prepared is not known: save an image processor there" in capsys.readouterr().out
+    assert "no image processor is known or fits: save one there" in capsys.readouterr().out
     assert type(AutoModel.from_pretrained(tmp_path / "ours")) is ViTScratchModel
 
 
@@ -133,7 +133,7 @@ def test_timm_folder_brings_its_labels_and_interpolation(tmp_path, capsys):
 
     processor = AutoImageProcessor.from_pretrained(tmp_path / "ours")
     assert (processor.resample, processor.size["height"]) == (3, 48)
-    assert "resizing to more pixels and cropping were left out" in capsys.readouterr().out
+    assert "preprocessor_config.json prepares images" in capsys.readouterr().out
     assert ViTScratchConfig.from_pretrained(tmp_path / "ours").id2label == {0: "cat", 1: "dog"}
 
 
@@ -145,7 +145,7 @@ def test_grey_timm_folder_gets_no_image_processor_of_rgb(tmp_path, capsys):
 
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
 
-    assert "how images were prepared is not known: save an image processor there" in capsys.readouterr().out
+    assert "no image processor is known or fits: save one there" in capsys.readouterr().out
     assert not (tmp_path / "ours" / "preprocessor_config.json").exists()
 
 
@@ -228,7 +228,7 @@ def test_torchvision_file(options, tmp_path, capsys):
 
     assert convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
-    assert "resizing to more pixels and cropping were left out" in capsys.readouterr().out
+    assert "preprocessor_config.json prepares images" in capsys.readouterr().out
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     pixel_values = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(ours(pixel_values).logits, theirs(pixel_values), rtol=0, atol=1e-3)

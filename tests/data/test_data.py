@@ -529,9 +529,7 @@ def test_numbers_that_are_too_few_as_classes_may_be_quantities(class_folders):
     for number, name in enumerate(("flower", "temple")):
         (class_folders / name).rename(class_folders / str(number))
 
-    with pytest.raises(
-        UserError, match=r"has too few .*test\)\. Quantities need a decimal point, such as 3\.0, in each row"
-    ):
+    with pytest.raises(UserError, match=r"has too few .*test\)\. If they are quantities, write them with a"):
         load_splits(str(class_folders), validation_fraction=0.89)
 
 
@@ -547,7 +545,9 @@ def test_class_with_one_image_is_refused(class_folders, photographs):
 def test_file_that_is_no_image_is_named_before_training(class_folders, content):
     (class_folders / "temple" / "broken.jpg").write_bytes(content)
 
-    with pytest.raises(UserError, match=r"temple/broken\.jpg cannot be decoded as an image .*Delete or replace it"):
+    with pytest.raises(
+        UserError, match=r"temple/broken\.jpg cannot be decoded as an image .*Correct, replace or delete it"
+    ):
         load_splits(str(class_folders))
 
 
@@ -555,7 +555,7 @@ def test_truncated_image_is_named_before_training(class_folders):
     truncated = class_folders / "temple" / "03.jpg"
     truncated.write_bytes(truncated.read_bytes()[:-100])
 
-    with pytest.raises(UserError, match=r"/temple/03\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
+    with pytest.raises(UserError, match=r"/temple/03\.jpg cannot be decoded as an image \(.*truncated.*\)\. Correct"):
         load_splits(str(class_folders))
 
 
@@ -565,7 +565,7 @@ def test_truncated_image_is_named_when_it_is_read(class_folders, image_processor
     rows = load_splits(str(class_folders), near_duplicates="ignore")["train"]
     dataset = ImageClassificationDataset(rows, BatchTransform(image_processor))
 
-    with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Delete"):
+    with pytest.raises(UserError, match=r"/\d\d\.jpg cannot be decoded as an image \(.*truncated.*\)\. Correct"):
         dataset[0]
 
 
@@ -577,7 +577,7 @@ def test_error_of_a_worker_process_is_one_line(class_folders, image_processor):
 
     with pytest.raises(
         UserError,
-        match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Delete or replace it\..*_images skip\.$",
+        match=r"^/.*/\d\d\.jpg cannot be decoded as an image \(.*\)\. Correct, replace or delete it, .* skip\.$",
     ):
         next(iter(DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate)))
 
@@ -618,7 +618,7 @@ def test_wrong_name_or_fraction_is_refused(arguments, message):
 def test_missing_label_column_is_refused(tmp_path, photographs):
     write_parquet(tmp_path / "a.parquet", Features({"image": ImageFeature()}), image=photographs)
 
-    with pytest.raises(UserError, match=r"no column is known to hold labels\. Choose one of \[\]"):
+    with pytest.raises(UserError, match=r"no column holds labels, or has a known name\. Choose one of \[\]"):
         load_splits(str(tmp_path))
 
 
@@ -1476,5 +1476,5 @@ def test_unknown_policy_for_corrupt_images_is_refused():
 
 
 def test_configuration_of_a_hub_dataset_is_refused_beside_local_images(class_folders):
-    with pytest.raises(UserError, match=r"--streaming and --data_config are for parquet files and the Hub"):
+    with pytest.raises(UserError, match=r"--streaming is for parquet files and the Hub, --data_config for the Hub"):
         load_splits(str(class_folders), data_config="plain_text")

@@ -358,7 +358,9 @@ def test_lists_of_classes_are_streamed(tmp_path):
 
 
 def test_folders_of_images_are_not_streamed():
-    with pytest.raises(UserError, match=r"digits: --streaming and --data_config are for parquet files and the Hub"):
+    with pytest.raises(
+        UserError, match=r"digits: --streaming is for parquet files and the Hub, --data_config for the Hub"
+    ):
         stream_splits("digits")
 
 

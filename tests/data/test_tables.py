@@ -106,16 +106,6 @@ def test_columns_of_two_classes_each_are_several_labels(tmp_path):
     assert rows.features["label"] == List(ClassLabel(names=["a", "b"]))
 
 
-def test_unknown_class_is_no_label(tmp_path):
-    Dataset.from_dict(
-        {"image": SMALL, "label": [-1, 1] * 10},
-        features=Features({"image": ImageFeature(), "label": ClassLabel(names=["a,b", "b,c"])}),
-    ).to_parquet(tmp_path / "a.parquet")
-
-    with pytest.raises(UserError, match=r"10 rows of train have no label, or one that is out of range; .* with -1\."):
-        load_splits(str(tmp_path), near_duplicates="ignore")
-
-
 def test_class_that_is_called_minus_one_is_a_class(tmp_path):
     features = Features({"image": ImageFeature(), "label": Value("int64")})
     for split, labels in (("train", [-1, 1] * 10), ("validation", [-1] * 4)):
@@ -125,12 +115,15 @@ def test_class_that_is_called_minus_one_is_a_class(tmp_path):
     assert load_splits(str(tmp_path), near_duplicates="ignore")["validation"]["label"][:] == [0] * 4
 
 
-def test_separator_beside_lists_of_classes_is_refused(tmp_path):
-    features = Features({"image": ImageFeature(), "label": List(ClassLabel(names=["a", "b"]))})
-    rows = {"image": SMALL[:12], "label": [[0], [0, 1]] * 6}
+@pytest.mark.parametrize(("is_list", "labels"), [(True, [[0], [0, 1]]), (False, [0, 1])])
+def test_separator_beside_classes_is_refused(is_list, labels, tmp_path):
+    feature = ClassLabel(names=["a", "b"])
+    features = Features({"image": ImageFeature(), "label": List(feature) if is_list else feature})
+    rows = {"image": SMALL[:12], "label": labels * 6}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
 
-    with pytest.raises(UserError, match=r"label_separator is for one column of texts, but 'label' holds List"):
+    message = rf"label_separator is for one column of texts, but 'label' holds {'List' if is_list else 'ClassLabel'}"
+    with pytest.raises(UserError, match=message):
         load_splits(str(tmp_path), label_separator=";", near_duplicates="ignore")
 
 
@@ -167,7 +160,10 @@ def test_images_that_another_program_wrote_into_parquet_are_found(as_file, photo
 
 def test_parquet_without_images_is_refused(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"no column is known to hold images\. Choose one of \[\] with --image_column"):
+    with pytest.raises(
+        UserError,
+        match=r"no column holds images or paths .*\. Choose one of \[\] with --image_column",
+    ):
         load_splits(str(tmp_path))
 
 
@@ -538,6 +534,10 @@ def test_cells_without_a_column_are_refused(folder):
         r"labels\.csv cannot be read as a table .* as many cells in a row as in the header, .*: Length of header",
         label=[f"{name},night" for name in LABELS],
     )
+    one = ["cat,night" if row == 7 else name for row, name in enumerate(LABELS)]
+    refused(
+        folder, r"labels\.csv cannot be read as a table .*: C error: Expected 2 fields in line 9, saw 3", label=one
+    )
 
 
 def test_table_of_paths_alone_may_have_any_order(folder):
@@ -547,7 +547,7 @@ def test_table_of_paths_alone_may_have_any_order(folder):
     splits = load_splits(str(table), labelled=False)
 
     assert sum(map(len, splits.values())) == 20
-    with pytest.raises(UserError, match=r"no column is known to hold labels"):
+    with pytest.raises(UserError, match=r"no column holds labels, or has a known name"):
         load_splits(str(table))
 
 
@@ -621,7 +621,7 @@ def test_path_that_leads_out_of_the_folder_is_refused_unless_asked(folder, how):
         (["kind", "breed"], r"there is no label column 'breed'"),
         (
             None,
-            r"no column is known to hold labels\. Choose one of \['kind'\] with --label_column\.",
+            r"no column holds labels, or has a known name\. Choose one of \['kind'\] with --label_column\.",
         ),
     ],
 )
@@ -632,7 +632,7 @@ def test_unknown_column_is_named(folder, label_column, message):
 def test_table_without_paths_is_refused(folder):
     (folder / "labels.csv").write_text("image,label\na,cat\nb,dog\n")
 
-    message = r"no column is known to hold images\. Choose one of \['image', 'label'\] with --image_column\."
+    message = r"no column holds images or paths .*Choose one of \['image', 'label'\] with --image_column\."
     with pytest.raises(UserError, match=message):
         load_splits(str(folder / "labels.csv"))
 
@@ -642,6 +642,12 @@ def test_table_without_rows_is_refused(folder):
 
     with pytest.raises(UserError, match=r"labels\.csv has no rows\."):
         load_splits(str(folder / "labels.csv"))
+
+
+@pytest.mark.parametrize("cells", [["2,5", "3,5"], ["2,5", "3"], ["0.5", "n/a"]])
+def test_decimal_numbers_in_a_column_of_texts_are_refused(folder, cells):
+    message = r"labels such as '\d[.,]5' are decimal numbers in a column of texts\. Write all with a point"
+    refused(folder, message, label=[f'"{cell}"' for cell in cells * 10])
 
 
 @pytest.mark.parametrize("labels", [[1, "cat"] * 10, [["cat"], "cat"] * 10], ids=["numbers", "lists"])
@@ -761,7 +767,7 @@ def test_table_of_a_folder_is_named(folder):
 def test_tables_are_not_streamed(folder):
     table = write_table(folder / "labels.csv", label=LABELS)
 
-    with pytest.raises(UserError, match=r"--streaming and --data_config are for parquet files and the Hub"):
+    with pytest.raises(UserError, match=r"--streaming is for parquet files and the Hub, --data_config for the Hub"):
         load_splits(str(table), streaming=True)
 
 

@@ -134,7 +134,7 @@ def test_table_leaves_out_the_rows_of_many_classes_and_what_a_model_without_clas
     assert report.summary({"test_loss": 0.25, "epoch": 18.66}, 4, minutes=12.0).splitlines() == [
         "Test images  4",
         "Test loss    0.250",
-        "Training     12.0 minutes, 18.7 passes",
+        "Training     12.0 minutes, 18.66 passes",
     ]
 
 

@@ -160,7 +160,9 @@ def test_class_attention_of_a_frozen_model_under_no_grad(pixels):
 
 @pytest.mark.parametrize("class_ids", [[0, 1, 2], [0, 5]])
 def test_classes_that_do_not_exist_are_refused(class_ids, pixels):
-    with pytest.raises((IndexError, ValueError), match="out of bounds|could not be broadcast"):
+    with pytest.raises(
+        (IndexError, ValueError), match="out of bounds|must have one id, or one for each of the 2 images, got 3"
+    ):
         class_attention(classifier(), pixels, class_ids)
 
 

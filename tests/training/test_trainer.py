@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import (
     EarlyStoppingCallback,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -788,15 +789,15 @@ def record_weights(trainer):
 
 
 def test_average_equals_the_closed_form(tmp_path):
-    trainer = make_trainer(tmp_path, ema_decay=0.8)
+    trainer = make_trainer(tmp_path, ema_decay=0.25)
     expected = trainer.model.classifier.weight.detach().double().clone()
     history = record_weights(trainer)
 
     trainer.train()
 
     assert len(history) == 6
-    for step, weights in enumerate(history):  # 0.8 is not reached before the 36th
-        decay = (1 + step) / (10 + step)
+    for step, weights in enumerate(history):
+        decay = min(0.25, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * weights.double()
     torch.testing.assert_close(trainer.model.classifier.weight.double(), expected, rtol=0, atol=1e-6)
 
@@ -833,6 +834,17 @@ def test_best_average_is_reloaded(tmp_path):
 
 def test_loss_that_is_not_finite_is_found_where_nothing_is_logged(tmp_path):
     trainer = make_trainer(tmp_path, logging_strategy="no")
+    trainer.add_callback(At(4, lambda control: trainer.model.classifier.bias.data.fill_(float("nan"))))
+    with pytest.raises(UserError, match=r"The loss is nan at step"):
+        trainer.train()
+
+
+def test_loss_that_is_not_finite_is_found_without_a_reader_of_the_log(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(PrinterCallback, "on_log", refuse)
+    trainer = make_trainer(tmp_path, disable_tqdm=True)
     trainer.add_callback(At(4, lambda control: trainer.model.classifier.bias.data.fill_(float("nan"))))
     with pytest.raises(UserError, match=r"The loss is nan at step"):
         trainer.train()

@@ -92,10 +92,10 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
     if kind == type(ours).__name__:
         raise UserError(f"{source} holds {kind}. It is a ViTScratch model already.")
     ours.save_pretrained(destination)
-    note = "how images were prepared is not known: save an image processor there before using a pipeline"
+    note = "no image processor is known or fits: save one there before using a pipeline"
     if image_processor is not None:
         image_processor.save_pretrained(destination)
-        note = "preprocessor_config.json prepares images; resizing to more pixels and cropping were left out"
+        note = "preprocessor_config.json prepares images"
 
     config = ours.config
     (height, width), (patch_height, patch_width) = config.image_height_width, config.patch_height_width

@@ -196,10 +196,12 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
     left = np.bincount(labels, minlength=len(wanted))
     if (alone := np.flatnonzero(left == 1)).size:
         names = label_names(rows.features["label"])
+        are_numbers = all(name.lstrip("-").isdigit() for name in names)
+        advice = " If they are quantities, write them with a decimal point, such as 3.0." if are_numbers else ""
         raise UserError(
             f"{data}: the class {names[alone[0]]!r} has too few images to cut a "
             "validation and a test split from the training images: one is left. Add images, or give splits of "
-            "your own (folders train, val and test). Quantities need a decimal point, such as 3.0, in each row."
+            f"your own (folders train, val and test).{advice}"
         )
     _, group_of = np.unique(groups, return_inverse=True)
     order = group_of.argsort(kind="stable")

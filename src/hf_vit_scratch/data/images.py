@@ -28,7 +28,7 @@ from .exported import to_rgb
 
 logger = logging.getLogger(__name__)
 
-ADVICE = " Delete or replace it. To leave such files out of training or evaluation, add --corrupt_images skip."
+ADVICE = " Correct, replace or delete it, or leave such images out by --corrupt_images skip."
 Result = TypeVar("Result")
 SUFFIXES = frozenset([*ImageFolder.EXTENSIONS, ".avif"])  # which datasets' list, older than Pillow's reader, lacks
 MAX_PIXELS = 64_000_000  # of an image, which takes 0.9 GB while it is decoded and resized

@@ -64,9 +64,9 @@ class DataArguments(Options):
     """Where the images come from.
 
     A name is tried as `"digits"`, a folder, a table, a parquet file and a dataset on the Hub, in this order. With
-    `corrupt_images="raise"`, an image that cannot be decoded ends the run, at its start if near duplicates are looked
-    for; with `"skip"`, every image is decoded once at the start. Do not follow the links of a stranger: they could
-    take in your own images.
+    `corrupt_images="raise"`, an image that is missing or cannot be decoded ends the run, at its start if near
+    duplicates are looked for; with `"skip"`, every image is decoded once at the start. Do not follow the links of a
+    stranger: they could take in your own images.
     """
 
     data: str = flag(

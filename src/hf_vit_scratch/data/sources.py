@@ -48,7 +48,7 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
     if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
         if args.streaming or args.data_config is not None:
             raise UserError(
-                f"{data}: --streaming and --data_config are for parquet files and the Hub. Leave them out."
+                f"{data}: --streaming is for parquet files and the Hub, --data_config for the Hub. Leave them out."
             )
         if data == "digits":
             return load_digits()

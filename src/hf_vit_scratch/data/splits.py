@@ -235,10 +235,13 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     (image,) = find_columns(args, "image", images, images)
     labels: list[str] = []
     if labelled:
-        classes = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), ClassLabel)]
-        named = [name for name in ("label", "labels") if name in features]
+        possible = {
+            name: getattr(one, "feature", one) for name, one in features.items() if name not in (image, "image")
+        }
+        classes = [name for name, one in possible.items() if isinstance(one, ClassLabel)]
+        named = [name for name in ("label", "labels") if name in possible]
         found = classes if {*classes} & {*named} else [*classes, *named]
-        labels = find_columns(args, "label", found, {*features} - {image, "image"})
+        labels = find_columns(args, "label", found, possible)
     if args.streaming:
         if (source[args.train_split].info.builder_name or "").endswith("folder"):
             raise UserError(f"{data}: {NOT_IN_ROWS}")
@@ -250,7 +253,7 @@ def _name_columns(args: DataArguments, source: Any, labelled: bool, complete: bo
     for split in without:
         logger.warning("%s: the split %r has no labels and is not used.", data, split)
     source = type(source)({split: rows for split, rows in source.items() if split not in without})
-    wanted = [*dict.fromkeys((image, *labels, *group))]
+    wanted = [image, *labels, *group]
     for split, rows in source.items():
         if missing := [name for name in wanted if name not in (rows.features or wanted)]:
             raise UserError(f"{data}: {split} has no column {missing[0]!r}, which {args.train_split} has. Add it.")

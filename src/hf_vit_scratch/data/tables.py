@@ -151,9 +151,10 @@ def _divide(rows: Dataset, names: list[str]) -> dict[str, Dataset]:
 def find_columns(args: DataArguments, what: str, found: list[str], possible: Iterable[str]) -> list[str]:
     """Return the chosen columns of images or labels, or the only one that was found."""
     chosen = getattr(args, f"{what}_column")
-    chosen = [chosen] if isinstance(chosen, str) else chosen or []
+    chosen = [chosen] if isinstance(chosen, str) else [*dict.fromkeys(chosen or ())]
     if not chosen and len(found) != 1:
-        problem = f"{' and '.join(found)} may hold the {what}s" if found else f"no column is known to hold {what}s"
+        known = f"no column holds {what}s" + " or paths such as cat/1.jpg" * (what == "image")
+        problem = f"{' and '.join(found)} may hold the {what}s" if found else f"{known}, or has a known name"
         raise UserError(f"{args.data}: {problem}. Choose one of {sorted(possible)} with --{what}_column.")
     if unknown := [name for name in chosen if name not in possible]:
         raise UserError(

@@ -6,6 +6,7 @@ List(ClassLabel)               multi_label_classification   zeros and ones, int8
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
@@ -198,6 +199,11 @@ def _number_names(
     if complete and (unseen := {*names}.union(*used.values()) - used[train]):
         raise UserError(
             f"{data}: no image of {train} has the label {min(unseen, key=str)!r}. Add such images, or leave it out."
+        )
+    if decimals := [name for name in names if re.fullmatch(r"[+-]?\d*[.,]\d+", str(name))]:
+        raise UserError(
+            f"{data}: labels such as {decimals[0]!r} are decimal numbers in a column of texts. Write all with a "
+            "point, and correct or delete other rows. If they are several labels, give --label_separator ','."
         )
     if any(len({*row}) < len(row) for row in lists[train] if row):
         raise UserError(

@@ -19,14 +19,17 @@ LINES = ("-", "--", ":", "-.", "-")  # metrics may be equal, and then hide each 
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of this size in inches; matplotlib is imported only when something is drawn."""
+    """Return an empty figure of this size in inches; matplotlib is imported only when something is drawn.
+
+    From then on, the process shows what is between two `$` in new texts as it is, not as a formula.
+    """
     from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
     missing = [font for font in EASTERN_FONTS if font not in rcParams["font.family"]]
     installed = [font for font in missing if font in font_manager.get_font_names()]
     rcParams["font.family"] = [*rcParams["font.family"], *installed]
-    rcParams["text.parse_math"] = False  # the name of a class may have two `$`
+    rcParams["text.parse_math"] = False  # the name of a class may have two
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -105,8 +105,7 @@ def summary(report: dict[str, Any], num_images: int, minutes: float | None = Non
     if "problem_type" in report:
         rows |= results_of([report])
     if minutes is not None:
-        passes = f", {round(report['epoch'], 1):g} passes" if "epoch" in report else ""
-        rows["training"] = f"{minutes:.1f} minutes{passes}"
+        rows["training"] = f"{minutes:.1f} minutes" + (f", {report['epoch']:.4g} passes" if "epoch" in report else "")
     width = max(map(len, rows)) + 2
     lines = [f"{title[0].upper() + title[1:]:{width}}{text}" for title, text in rows.items()]
     classes = {name: row for name, row in report.get("per_class", {}).items() if row["support"]}

@@ -80,6 +80,9 @@ def class_attention(
 
     Returns:
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
+
+    Raises:
+        ValueError: There is another number of class ids.
     """
     # A compiled graph would compute the attention that it returns and that of the logits apart.
     with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
@@ -88,6 +91,10 @@ def class_attention(
         outputs = model.eval()(pixel_values, output_attentions=True, return_dict=True)
         logits = outputs.logits
         ids = logits.argmax(dim=-1) if class_ids is None else class_ids
+        if len(ids) not in (1, len(logits)):
+            raise ValueError(
+                f"class_ids must have one id, or one for each of the {len(logits)} images, got {len(ids)}."
+            )
         # One backward pass serves all images: the logit of one has no gradient in another.
         gradients = torch.autograd.grad(logits[range(len(logits)), ids].sum(), outputs.attentions)
     dtype = torch.promote_types(logits.dtype, torch.float32)

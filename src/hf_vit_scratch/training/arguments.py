@@ -20,6 +20,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "train_sampling_strategy": ("random", "the order of the images follows from the seed"),
     "prediction_loss_only": (False, "the report needs the answers"),
     "ignore_data_skip": (False, "a resumed run goes on with the images that are left"),
+    "eval_do_concat_batches": (True, "the metrics are of all images together"),
     "batch_eval_metrics": (False, "the metrics are of all images together"),
     "enable_jit_checkpoint": (False, "SIGTERM saves a checkpoint anyway"),
     "debug": ("", "it cannot be written into a recipe"),
@@ -151,7 +152,7 @@ class ViTTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         for name, (value, reason) in FIXED.items():
-            if (getattr(self, name) or value) != value:
+            if getattr(self, name) not in (value, []):  # which `dataclasses.replace` finds in `debug`
                 raise UserError(f"{name} must stay {str(value).lower() or 'unset'}: {reason}. Leave it out.")
         if self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")

@@ -163,7 +163,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
         with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
             auto_config.fit_length(args, config, len(splits["train"]), recipe)
     for what, choices in (("machine", recipe.machine_choices), ("images", recipe.choices())):
-        if choices:
+        if choices and not training.resume_from_checkpoint:  # which repeats those of the run
             logger.info("Chosen for the %s (a flag overrides it):\n  %s", what, "\n  ".join(choices))
     if training.check:
         training.torch_compile = False  # it takes longer than the check

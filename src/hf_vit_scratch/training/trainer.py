@@ -90,8 +90,8 @@ class _Hooks(TrainerCallback):
         if trainer.ema is not None:
             trainer.ema.update_parameters(trainer.model)
         trainer.clock.update(state, control)
-        for callback in trainer.callback_handler.callbacks:
-            if trainer.clock.progress > 0 and getattr(callback, "training_bar", None) is not None:
+        for callback in trainer.callback_handler.callbacks if trainer.clock.progress > 0 else ():
+            if getattr(callback, "training_bar", None) is not None:
                 callback.training_bar.total = round(state.global_step / trainer.clock.progress)  # the end by the clock
         if trainer.graceful_stop.agreed(state.global_step):
             trainer.stopped = control.should_save = control.should_training_stop = True
@@ -181,7 +181,7 @@ class ViTTrainer(Trainer):
         self._images_in_step, self._images_since_log, self._counted_since = 0, 0, 0.0  # see `restart_throughput`
         self.optimization = self.optimize_model(self.args.speed_choice)
         self.add_callback(_Hooks(self))  # after those that ask for a save or an evaluation: it adds the log line
-        self.add_callback(LossWatch())
+        self.callback_handler.callbacks.insert(0, LossWatch())  # before a printer, whose pipe may be broken
         self.early_stopping = EarlyStoppingCallback(self.args.early_stopping_patience or 0)
         if self.args.early_stopping_patience is not None:
             if self.pop_callback(EarlyStoppingCallback):
