@@ -158,6 +158,12 @@ def test_class_attention_of_a_frozen_model_under_no_grad(pixels):
         assert_equal(class_attention(model, pixels), expected)
 
 
+def test_one_class_id_is_for_all_images(pixels):
+    model = classifier()
+
+    assert_equal(class_attention(model, pixels, [2]), class_attention(model, pixels, [2] * len(pixels)))
+
+
 @pytest.mark.parametrize("class_ids", [[0, 1, 2], [0, 5]])
 def test_classes_that_do_not_exist_are_refused(class_ids, pixels):
     with pytest.raises(
