@@ -140,13 +140,14 @@ def test_scores_are_those_of_the_kind_of_problem(problem_type, scores_of, saved,
 
 
 def test_numbers_keep_the_order_of_the_model(saved, mixed_images, capsys):
-    folder = saved(problem_type="regression", num_labels=2, id2label={0: "width", 1: "height"})
+    names = ("width", "height", "depth", "age", "weight")
+    folder = saved(problem_type="regression", num_labels=5, id2label=dict(enumerate(names)))
 
-    _, results, _ = results_of(capsys, folder, mixed_images, "--top_k", "2")
+    _, results, _ = results_of(capsys, folder, mixed_images, "--top_k", "5")
 
     values = [[number["score"] for number in result["predictions"]] for result in results]
-    assert len({first < second for first, second in values}) == 2  # sorting would change the order of some
-    assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {("width", "height")}
+    assert any(numbers != sorted(numbers, reverse=True) for numbers in values)
+    assert {tuple(number["label"] for number in result["predictions"]) for result in results} == {names}
 
 
 def test_name_of_one_image_may_be_given_without_a_list(mixed_images):
@@ -163,14 +164,17 @@ def test_all_numbers_are_given(saved, mixed_images):
     assert [prediction["label"] for prediction in result["predictions"]] == names
 
 
-def test_numbers_may_be_called_as_columns_of_classes_are(saved, mixed_images, tmp_path, capsys):
-    folder = saved(problem_type="regression", num_labels=2, id2label={0: "score_2", 1: "label_1"})
+@pytest.mark.parametrize("names", [("score_2", "label_1"), ("age", "error")])
+def test_numbers_may_be_called_as_other_columns_are(names, saved, mixed_images, tmp_path, capsys):
+    folder = saved(problem_type="regression", num_labels=2, id2label=dict(enumerate(names)))
     _, results, _ = results_of(capsys, folder, mixed_images / "0.tiff")
 
     run(folder, mixed_images / "0.tiff", "--output", tmp_path / "a.csv")
 
     with (tmp_path / "a.csv").open(encoding="utf-8") as file:
-        (row,) = csv.DictReader(file)
+        table = csv.DictReader(file)
+        (row,) = table
+    assert len({*table.fieldnames}) == len(table.fieldnames)
     expected = {prediction["label"]: prediction["score"] for prediction in results[0]["predictions"]}
     assert {name: float(row[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
 
@@ -561,9 +565,9 @@ def test_code_beside_a_model_is_not_executed(model_type, code, saved, mixed_imag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--top_k", "0"], r"--top_k must be at least 1, got 0\."),
-        (["--batch_size", "0"], r"--batch_size must be at least 1, got 0\."),
-        (["--num_workers", "-1"], r"--num_workers must be at least 0, got -1\."),
+        (["--top_k", "0"], r"top_k must be at least 1, got 0\."),
+        (["--batch_size", "0"], r"batch_size must be at least 1, got 0\."),
+        (["--num_workers", "-1"], r"num_workers must be 0 or more, got -1\."),
         (["--output", "."], r"--output must be a file, but \. is a folder\."),
         (["--output", "/dev/null/table.csv"], r".*: '/dev/null'"),
     ],

@@ -515,6 +515,16 @@ def test_positions_stay_where_patches_and_images_grow_alike(tmp_path):
     assert torch.equal(loaded.embeddings.position_embeddings, saved.embeddings.position_embeddings)
 
 
+@pytest.mark.parametrize("changed", [{"num_channels": 1}, {"image_size": [32, 48], "patch_size": [8, 16]}])
+def test_patch_embedding_that_does_not_fit_starts_at_its_own_scale(changed, tmp_path):
+    ViTScratchForImageClassification(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
+
+    loaded = ViTScratchForImageClassification.from_pretrained(tmp_path, ignore_mismatched_sizes=True, **changed)
+
+    weight = loaded.vit.embeddings.patch_embeddings.projection.weight
+    assert weight.std().item() == pytest.approx(weight[0].numel() ** -0.5, rel=0.1)
+
+
 def test_model_on_the_meta_device_is_loaded_at_another_size(tmp_path):
     ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
     on_meta = ViTScratchModel.from_pretrained(tmp_path, image_size=[32, 24], device_map="meta")

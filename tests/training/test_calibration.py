@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from test_train_script import SMALL, train
-from transformers import pipeline
+from transformers import AutoModelForImageClassification, pipeline
 
 import vit_scratch
 from hf_vit_scratch import ViTScratchConfig
@@ -88,6 +89,17 @@ def test_predict_answers_or_says_unknown(run, tmp_path, capsys):
     assert all(row["answer"] in (row["label_1"], "unknown") for row in rows)
     assert all(row["answer"] == "unknown" for row in rows if float(row["score_1"]) < trust.least_score)
     assert trust.coverage - 0.2 < np.mean([answer != "unknown" for answer in answers[:-1]]) < trust.coverage + 0.2
+
+
+def test_adapted_model_is_not_judged_by_the_vectors_of_its_base(run, tmp_path, capsys):
+    adapted = shutil.copytree(run, tmp_path / "run")
+    base = AutoModelForImageClassification.from_pretrained(adapted)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapted)
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+
+    assert vit_scratch.main(["predict", str(adapted), str(tmp_path / "one.png")]) == 0
+
+    assert "answer" not in json.loads(capsys.readouterr().out)
 
 
 def test_model_in_the_home_folder_is_found(run, tmp_path, monkeypatch, capsys):

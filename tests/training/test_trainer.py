@@ -1096,6 +1096,6 @@ def test_one_process_alone_says_that_the_loss_has_not_moved(caplog):
 
 
 def test_run_whose_rate_is_too_small_says_that_its_loss_does_not_move(tmp_path, caplog):
-    make_trainer(tmp_path, max_steps=30, learning_rate=1e-12).train()
+    make_trainer(tmp_path, max_steps=30, learning_rate=1e-12, per_device_train_batch_size=64).train()  # all images
 
-    assert "The loss has not moved in the first 10% of the training: 1." in caplog.text
+    assert "The loss has not moved: " in caplog.text

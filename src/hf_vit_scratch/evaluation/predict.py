@@ -39,6 +39,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Im
 from transformers.utils import logging as transformers_logging
 
 from ..data.images import ADVICE, SUFFIXES, decode_image, find_image_files, is_local, local_path, warn_of_others
+from ..data.options import check_ranges
 from ..errors import UserError, blame_the_files
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from ..speed.hardware import use_no_more_threads_than_cores
@@ -237,9 +238,7 @@ def parse(
     for name, options in flags.items():
         parser.add_argument(f"--{name}", **options)
     args = parser.parse_args(argv)
-    for name, least in (("top_k", 1), ("batch_size", 1), ("num_workers", 0)):
-        if getattr(args, name, least) < least:
-            raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}.")
+    check_ranges(args)
     if args.output is not None and args.output.is_dir():
         raise UserError(f"--output must be a file, but {args.output} is a folder.")
     images = find_images(args.images)
@@ -275,7 +274,8 @@ def main(argv: list[str]) -> int:
     columns = [f"{name}_{rank + 1}" for rank in ranks for name in ("label", "score")]
     if are_numbers:
         columns = list((config.id2label or {}).values())
-    trust = Trust.load(str(classifier.model.name_or_path))
+    is_adapted = hasattr(classifier.model, "peft_config")  # its vectors are other ones than its base model's
+    trust = None if is_adapted else Trust.load(str(classifier.model.name_or_path))
     results = predict(
         classifier, paths, top_k=args.top_k, batch_size=args.batch_size, num_workers=args.num_workers, trust=trust
     )
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
         # The names of files may not be UTF-8.
         output = args.output.open("w", encoding="utf-8", errors="surrogateescape", newline="")
     with output as file:
-        names = ["image", *(["answer"] if trust else []), *columns, "error"]
+        names = dict.fromkeys(["image", *(["answer"] if trust else []), *columns, "error"])  # numbers may be called so
         table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         if is_table:
             table.writeheader()

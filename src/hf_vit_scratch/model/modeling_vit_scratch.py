@@ -333,13 +333,13 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and module.in_channels == self.config.num_channels:  # of pixels
+                pixels = module.in_channels * math.prod(module.kernel_size)
+                std = self.config.patch_initializer_range or pixels**-0.5
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ViTScratchEmbeddings):
-            # The convolution was drawn already, as any `Conv2d`. Draw it again, at its own scale.
-            weight = module.patch_embeddings.projection.weight
-            init.trunc_normal_(weight, std=self.config.patch_initializer_range or weight[0].numel() ** -0.5)
             for parameter in module.parameters(recurse=False):  # tokens, and positions unless they are fixed
                 init.trunc_normal_(parameter, std=std)
             if self.config.position_embedding_type == "sincos2d":

@@ -37,7 +37,8 @@ class LossWatch(TrainerCallback):
             return
         lines = [line for line in state.log_history if "loss" in line]  # also those of before the run was resumed
         first_loss = lines[0]["loss"]
-        watched = [line for line in lines[1:] if self._share_done(args, state, line) >= WATCHED_PART]
+        steps, minutes = WATCHED_PART * state.max_steps, WATCHED_PART * (args.max_train_minutes or math.inf)
+        watched = [line for line in lines[1:] if line["step"] >= steps or line.get("minutes", 0.0) >= minutes]
         if len(watched) != 1:  # not yet, or said before
             return
         config = getattr(kwargs["model"], "config", None)
@@ -45,15 +46,9 @@ class LossWatch(TrainerCallback):
         chance = math.log(2 if several else max(getattr(config, "num_labels", 0), 2))  # of equal probabilities
         if loss > NOT_MOVED * first_loss and loss > 0.9 * chance:
             logger.warning(
-                "The loss has not moved in the first %.0f%% of the training: %.3f at first, %.3f now. Stop, and run "
+                "The loss has not moved: %.3f at first, %.3f now. Stop, and run "
                 "with --check true and another --output_dir to see whether the labels belong to the images. Else try "
                 "a lower --learning_rate, fewer augmentations, or more time.",
-                100 * self._share_done(args, state, watched[0]),
                 first_loss,
                 loss,
             )
-
-    @staticmethod
-    def _share_done(args: Any, state: TrainerState, line: dict[str, Any]) -> float:
-        by_time = line.get("minutes", 0.0) / args.max_train_minutes if args.max_train_minutes else 0.0
-        return max(line["step"] / state.max_steps, by_time)
