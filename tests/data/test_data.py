@@ -1,5 +1,4 @@
 import io
-import logging
 import multiprocessing
 import os
 import re
@@ -107,19 +106,6 @@ def test_parquet_columns_are_found_by_type_and_string_labels_become_classes(tmp_
         assert sorted(np.bincount(splits["train"]["label"])) == [8, 8]
 
 
-def test_readme_beside_parquet_files_is_not_warned_of(photographs, tmp_path, caplog):
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    write_parquet(tmp_path / "data.parquet", features, image=photographs * 10, label=[0, 1] * 10)
-    (tmp_path / "README.md").write_text("Photographs of the garden.")
-    repocard = logging.getLogger("huggingface_hub.repocard")  # which propagates nothing
-    repocard.addHandler(caplog.handler)
-
-    load_splits(str(tmp_path), near_duplicates="ignore")
-
-    repocard.removeHandler(caplog.handler)
-    assert not [record for record in caplog.records if record.name == repocard.name]
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
 def test_numbers_can_be_labels(tmp_path, dtype):
     pictures = [Image.new("L", (2, 2), number) for number in range(20)]
@@ -157,14 +143,6 @@ def test_rare_class_is_in_every_split(tmp_path, photographs):
 
     counts = {name: np.bincount(rows["label"]).tolist() for name, rows in splits.items()}
     assert counts == {"train": [180, 1], "validation": [10, 1], "test": [10, 1]}
-
-
-def test_folder_of_parquet_files_with_brackets_is_refused(tmp_path):
-    folder = tmp_path / "photos [2024]"
-    folder.mkdir()
-    (folder / "train.parquet").touch()
-    with pytest.raises(UserError, match=r"the path of a folder of parquet files must hold none of \*\?\[\. Rename it"):
-        load_splits(str(folder))
 
 
 def test_fraction_that_leaves_too_little_is_refused(class_folders):
@@ -234,26 +212,38 @@ def test_folder_that_cannot_be_read_is_no_empty_folder(class_folders, monkeypatc
 
 def test_figures_beside_parquet_files_change_nothing(photographs, tmp_path):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
-    (tmp_path / "data").mkdir()
-    write_parquet(tmp_path / "data" / "train-0.parquet", features, image=photographs * 10, label=[0, 1] * 10)
-    (tmp_path / "assets").mkdir()
+    folder = tmp_path / "photos [2024]*"
+    (folder / "data").mkdir(parents=True)
+    write_parquet(folder / "data" / "train-0.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+    (folder / "assets").mkdir()
     for number in range(3):
-        photographs[0].save(tmp_path / "assets" / f"{number}.png")
+        photographs[0].save(folder / "assets" / f"{number}.png")
 
-    splits = load_splits(str(tmp_path), near_duplicates="ignore")
+    splits = load_splits(str(folder), near_duplicates="ignore")
 
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 2}
 
 
-def test_folder_of_which_other_files_than_the_parquet_would_be_read_is_refused(photographs, tmp_path):
+@pytest.mark.parametrize(
+    "names", [("train-00000-of-00001", "val-00000-of-00001"), ("train/0", "validation/0"), ("a_training_1", "a_dev_1")]
+)
+def test_words_of_parquet_paths_name_the_splits(names, photographs, tmp_path):
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
-    write_parquet(tmp_path / "part-0.parquet", features, image=photographs * 10, label=[0, 1] * 10)
-    for name in ("cat", "dog"):
-        (tmp_path / "samples" / name).mkdir(parents=True)
-        photographs[0].save(tmp_path / "samples" / name / "1.png")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_parquet(tmp_path / f"{name}.parquet", features, image=photographs * 10, label=[0, 1] * 10)
 
-    with pytest.raises(UserError, match=r"reads its imagefolder files, not the parquet files\. Move these into"):
-        load_splits(str(tmp_path))
+    splits = load_splits(str(tmp_path), near_duplicates="ignore", test_fraction=0.2)
+
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 20, "test": 4}
+
+
+def test_configuration_is_for_the_hub(photographs, tmp_path):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["temple", "flower"])})
+    write_parquet(tmp_path / "a.parquet", features, image=photographs * 10, label=[0, 1] * 10)
+
+    with pytest.raises(UserError, match=r"--data_config for the Hub\. Leave them out"):
+        load_splits(str(tmp_path / "a.parquet"), data_config="plain_text")
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -1290,6 +1280,24 @@ def test_images_are_cached_in_a_file_until_they_change(image_processor, photogra
     image_processor.resample = Image.Resampling.BICUBIC
     cached()
     assert len(decoded) == 6
+
+
+def test_cache_of_an_attempt_that_was_killed_is_made_anew(image_processor, photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DECODED_BYTES_KEPT", 0)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = photographs_in_files(tmp_path, photographs)
+
+    def cached():
+        dataset = ImageClassificationDataset(rows, BatchTransform(image_processor), cache_images=True)
+        dataset.keep_decoded(torch.device("cpu"))
+        return dataset[0]["pixel_values"]
+
+    whole, (file,) = cached(), tmp_path.glob("cache/*/*.npy")
+    file.rename(file.with_suffix(".part"))
+
+    assert torch.equal(cached(), whole)
+    assert file.is_file()
+    assert not file.with_suffix(".part").exists()
 
 
 def test_images_in_rows_have_a_cache_of_their_own(image_processor, photographs, monkeypatch):

@@ -240,7 +240,7 @@ def test_empty_cells_are_no_group(suffix, tmp_path):
     if suffix == ".jsonl":
         lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
     (tmp_path / f"metadata{suffix}").write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"column 'patient' is empty in 1 rows, first that of .*2\.png\. Fill it"):
+    with pytest.raises(UserError, match=r"column 'patient' is empty in 1 rows, first .*2\.png\. Fill it"):
         load_splits(str(tmp_path), group_by="patient")
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate import PartialState
 from datasets import Dataset
+from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -219,25 +219,30 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             digest.update(identity)
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
         file = folder / f"{digest.hexdigest()[:16]}.npy"
-        with PartialState().local_main_process_first():
-            if not file.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                needed, free = math.prod(shape), shutil.disk_usage(folder).free
-                if needed > free:
-                    raise UserError(
-                        f"--cache_images needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free. "
-                        "Set HF_DATASETS_CACHE to a folder on a larger disk, or leave --cache_images out."
-                    )
-                logger.info("Decoding %d images into %s (%.1f GB), once.", len(self), file, needed / 1e9)
-                unfinished = file.with_suffix(f".{os.getpid()}")
-                try:
-                    images = np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)
-                    self._decode_into(torch.from_numpy(images))
-                    images.flush()  # or after a power cut, the file may have its name without its pixels
-                    unfinished.rename(file)
-                finally:
-                    unfinished.unlink(missing_ok=True)
+        if not file.exists():  # a shared one may be only readable
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_suffix(".lock")):  # one process decodes, and the others wait
+                if not file.exists():
+                    self._decode_into_file(file, shape)
         return file
+
+    def _decode_into_file(self, file: Path, shape: tuple[int, int, int, int]) -> None:
+        unfinished = file.with_suffix(".part")
+        unfinished.unlink(missing_ok=True)  # of an attempt that was killed
+        needed, free = math.prod(shape), shutil.disk_usage(file.parent).free
+        if needed > free:
+            raise UserError(
+                f"--cache_images needs {needed / 1e9:.1f} GB in {file.parent}, where {free / 1e9:.1f} GB are free. "
+                "Set HF_DATASETS_CACHE to a folder on a larger disk, or leave --cache_images out."
+            )
+        logger.info("Decoding %d images into %s (%.1f GB), once.", len(self), file, needed / 1e9)
+        try:
+            images = np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)
+            self._decode_into(torch.from_numpy(images))
+            images.flush()  # or after a power cut, the file may have its name without its pixels
+            unfinished.rename(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def _decode_into(self, images: Tensor) -> None:
         """Decode and resize all images into a tensor (N, height, width, 3)."""

@@ -80,7 +80,7 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
         if missing := np.flatnonzero(cells.isna() | (names == "")).tolist():
             raise UserError(
                 f"{args.data}: every image needs a group, but column {by!r} is empty in {len(missing)} rows, first "
-                f"that of {paths_of(rows)[missing[0]] or missing[0]}. Fill it."
+                f"{paths_of(rows)[missing[0]] or f'row {missing[0]}'}. Fill it."
             )
         return [*names]
     level = int(by) if by.isdecimal() else None

@@ -23,20 +23,13 @@ class EpochSampler(torch.utils.data.Sampler):
 
     The order is drawn in the main process, so worker processes and resumed runs get the same. With classes, an epoch
     visits each class equally often instead: the rows of a class come in a random order, again and again.
-
-    Args:
-        size: Number of rows.
-        seed: Seed of the order.
-        batch_size: Rows per optimizer step, over all devices. A stage changes between two steps only.
-        stage: Function from the epochs passed, a fraction, to the number of the stage.
-        classes: Class of each row, to balance.
     """
 
-    size: int
-    seed: int
-    batch_size: int = 1
-    stage: Callable[[float], int] = lambda _: 0
-    classes: NDArray[np.int64] | None = None
+    size: int  # number of rows
+    seed: int  # of the order
+    batch_size: int = 1  # rows per optimizer step, over all devices; a stage changes between two steps only
+    stage: Callable[[float], int] = lambda _: 0  # from the epochs passed, a fraction, to the number of the stage
+    classes: NDArray[np.int64] | None = None  # of each row, to balance
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:

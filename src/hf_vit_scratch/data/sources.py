@@ -3,14 +3,16 @@
 import glob
 import logging
 import os
+import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_dataset_builder
+from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDatasetDict, load_dataset
 from datasets.config import HF_CACHE_HOME, HF_DATASETS_CACHE
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image
@@ -32,8 +34,6 @@ from .tables import (
 from .targets import refuse_other_classes
 
 logger = logging.getLogger(__name__)
-# It warns, several times, of a README.md beside parquet files that is none of the Hub.
-logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
 
 # Beginnings of the names of folders that hold no class: .git, @eaDir, and what is at the root of a disk.
 OF_SYSTEMS = (".", "@", "$RECYCLE.BIN", "__MACOSX", "lost+found", "System Volume Information")
@@ -45,11 +45,12 @@ def load_source(args: DataArguments, labelled: bool) -> Any:
     data, path = args.data, local_path(args.data)
     root = path if path.is_dir() else path.parent
     tables = find_tables(path, [root, *_folders_of_splits(root).values()] if labelled and path.is_dir() else [])
-    if data == "digits" or tables or (path.is_dir() and not _holds_rows(path)):
-        if args.streaming or args.data_config is not None:
-            raise UserError(
-                f"{data}: --streaming is for parquet files and the Hub, --data_config for the Hub. Leave them out."
-            )
+    holds_rows = data != "digits" and not tables and (not path.is_dir() or _holds_rows(path))
+    if (args.streaming and not holds_rows) or (args.data_config is not None and (data == "digits" or path.exists())):
+        raise UserError(
+            f"{data}: --streaming is for parquet files and the Hub, --data_config for the Hub. Leave them out."
+        )
+    if not holds_rows:
         if data == "digits":
             return load_digits()
         source = load_tables(tables, root, args) if tables else _load_folder(path, labelled, args)
@@ -74,13 +75,17 @@ def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
         raise UserError(
             f"{data}: there is no such file or folder. Give --data a folder of class folders, for example."
         )
-    if path.is_dir() and glob.has_magic(str(path.resolve())):  # which datasets would take for a pattern
-        raise UserError(f"{data}: the path of a folder of parquet files must hold none of *?[. Rename it.")
+    files = {"train": [path]} if path.is_file() else _parquet_files_of_splits(path)
+    if path.is_dir() and labelled:
+        _check_class_names(data, files, args)
     try:
-        if path.is_file():
-            source = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=streaming)
+        if path.exists():
+            source = IterableDatasetDict() if streaming else DatasetDict()
+            for split, of_split in files.items():  # whose columns may differ
+                names = [glob.escape(str(file)) for file in of_split]
+                source[split] = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         else:
-            source = load_dataset(str(path) if path.is_dir() else data, args.data_config, streaming=streaming)
+            source = load_dataset(data, args.data_config, streaming=streaming)
     except Exception as error:  # datasets raises many types, down to a bare Exception, for what it cannot load
         hint = "there is no such file or folder, and no dataset of this name could be loaded from the Hub."
         if path.exists():
@@ -88,13 +93,6 @@ def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
         reason = " ".join(str(error).split())
         raise UserError(f"{data}: {hint} {type(error).__name__}: {reason}") from error
     info = next(iter(source.values())).info
-    if path.is_dir() and info.builder_name != "parquet":  # by the suffix that most files have
-        raise UserError(
-            f"{data}: `datasets` reads its {info.builder_name} files, not the parquet files. Move these into a folder "
-            "of their own."
-        )
-    if path.is_dir() and labelled:
-        _check_parquet(path, args)
     if path.exists() and not streaming and {*source} == {"train"}:
         source = DatasetDict(divide(data, source["train"]) or source)
     features = info.features or {}
@@ -134,26 +132,29 @@ def _parquet_files(folder: Path) -> list[Path]:
     return [file for file in others if file.suffix == ".parquet" and file.name != "metadata.parquet"]
 
 
-def _check_parquet(folder: Path, args: DataArguments) -> None:
-    """Refuse parquet files in which a label is another class, and name one that `datasets` leaves out.
-
-    It would take the class names of the first file for all.
-    """
-    with blame_the_files(f"{folder} cannot be read as parquet files"):
-        builder = load_dataset_builder(str(folder), args.data_config)
-        files = [Path(file) for files in (builder.config.data_files or {}).values() for file in files]
-        features = [Features.from_arrow_schema(parquet.read_schema(file)) for file in files]
-    columns = {name for own in features for name in own}
-    chosen = [args.label_column] if isinstance(args.label_column, str) else args.label_column
-    chosen = chosen or sorted(columns & {"label", "labels"} or columns)
-    refuse_other_classes(str(folder), dict(zip(files, features, strict=True)), chosen)
-    used = {file.resolve() for file in files}
-    left = [file for file in _parquet_files(folder) if file.resolve() not in used]
-    if left and len(builder.builder_configs) < 2:
+def _parquet_files_of_splits(folder: Path) -> dict[str, list[Path]]:
+    """Return the parquet files of a folder by the split that a word of their paths names; if none does, as train."""
+    found: dict[str, list[Path]] = {}
+    for file in _parquet_files(folder):
+        words = re.split("[^a-z]+", file.relative_to(folder).as_posix().lower())
+        named = [SPLITS_BY_NAME[word] for word in words if word in SPLITS_BY_NAME]
+        found.setdefault(named[-1] if named else "", []).append(file)
+    others = found.pop("", [])
+    if others and found:
         logger.warning(
             "%s: %d parquet files are not used; the first is %s. Where names of files hold train, validation or test, "
-            "all must.", folder, len(left), left[0],
+            "all must.", folder, len(others), others[0],
         )  # fmt: skip
+    return found or {"train": others}
+
+
+def _check_class_names(data: str, files: Mapping[str, list[Path]], args: DataArguments) -> None:
+    """Refuse parquet files in which a label is another class: `datasets` takes the names of the first for all."""
+    with blame_the_files(f"{data} cannot be read as parquet files"):
+        features = {file: Features.from_arrow_schema(parquet.read_schema(file)) for file in chain(*files.values())}
+    columns = {name for own in features.values() for name in own}
+    chosen = [args.label_column] if isinstance(args.label_column, str) else args.label_column
+    refuse_other_classes(data, features, chosen or sorted(columns & {"label", "labels"} or columns))
 
 
 def _load_folder(root: Path, labelled: bool, args: DataArguments) -> DatasetDict:

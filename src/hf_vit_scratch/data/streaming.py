@@ -30,28 +30,17 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
     Each process reads its own files where their number is a multiple of the number of processes, else all of them for
     its share of the rows; each worker process reads its own part of that. The keys of an image are how often the split
     was read before, and a digest of the image's bytes. After each pass, `datasets` pauses for five seconds.
-
-    Args:
-        rows: The training split of `load_splits` with `streaming`.
-        batch_transform: As for `ImageClassificationDataset`. Its seed is that of the order too.
-        batch_size: Images per batch.
-        stage_of_batch: The stage of training of each batch of this process.
-        process: The number of this process, and how many there are.
-        buffer_size: Rows among which the next one is drawn, in each worker process.
-        skip_corrupt: Whether to leave out, with a warning, an image that cannot be decoded. Each is decoded twice.
-
-    Raises:
-        UserError: In iterating: there is nothing to read for a worker process, or an image or label is wrong.
+    Iterating raises a `UserError` if there is nothing to read for a worker process, or an image or label is wrong.
     """
 
-    rows: IterableDataset
-    batch_transform: BatchTransform
+    rows: IterableDataset  # the training split of `load_splits` with `streaming`
+    batch_transform: BatchTransform  # its seed is that of the order, too
     _: KW_ONLY
-    batch_size: int
-    stage_of_batch: Sequence[int]
-    process: tuple[int, int] = (0, 1)
-    buffer_size: int = 2000
-    skip_corrupt: bool = False
+    batch_size: int  # images
+    stage_of_batch: Sequence[int]  # the stage of training of each batch of this process
+    process: tuple[int, int] = (0, 1)  # its number, and how many there are
+    buffer_size: int = 2000  # rows among which the next one is drawn, in each worker process
+    skip_corrupt: bool = False  # leave out, with a warning, what cannot be decoded; each image is decoded twice
     first_batch: int = field(default=0, init=False)  # of a resumed run; those before are read, but not prepared
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
