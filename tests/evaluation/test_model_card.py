@@ -171,6 +171,17 @@ def test_expression_is_no_path(pattern, finished_run, tmp_path):
     assert f"group_by: {pattern}\n" in text or f"group_by: '{pattern}'\n" in text
 
 
+@pytest.mark.parametrize("flag", ["--group_by", "--group-by"])
+def test_expression_in_the_command_is_no_path(flag, finished_run, tmp_path):
+    run, pattern = finished_run("a"), "/(p[0-9]+)/"
+    metrics = json.loads((run / "metrics.json").read_text())
+    for given in ([flag, pattern], [f"{flag}={pattern}"]):
+        metrics["command"] = shlex.join(["train.py", *given])
+        (run / "metrics.json").write_text(json.dumps(metrics))
+
+        assert f"    {metrics['command']}\n" in str(make_card([run], tmp_path / "card.md"))
+
+
 def test_separator_is_no_path(finished_run, tmp_path):
     assert "label_separator: /\n" in str(make_card([finished_run("a", label_separator="/")], tmp_path / "card.md"))
 

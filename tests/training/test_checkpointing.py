@@ -1,5 +1,7 @@
 """Complete checkpoints, on their own; damage is in tests/reliability/test_damaged_files.py."""
 
+import shutil
+
 import pytest
 
 from hf_vit_scratch.errors import UserError
@@ -45,6 +47,24 @@ def test_system_that_forbids_links_has_none(make, tmp_path, monkeypatch):
     folder = make(3, limit=1)
     assert complete_checkpoints(tmp_path) == [folder]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
+
+
+def test_copy_in_the_place_of_a_link_gives_way_to_the_next_link(make, tmp_path):
+    first = make(1, limit=None)
+    (tmp_path / "last").unlink()
+    shutil.copytree(first, tmp_path / "last")  # as `scp -r` and `zip` do, which follow links
+
+    make(2, limit=None)
+
+    assert (tmp_path / "last").resolve().name == "checkpoint-2"
+    assert not (tmp_path / ".last").is_symlink()
+
+
+def test_checkpoint_in_the_home_folder_is_found(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpoint = make(1, limit=None)
+
+    assert find_checkpoint("~/checkpoint-1", "elsewhere") == checkpoint
 
 
 def test_newest_is_the_one_with_the_largest_step(make, tmp_path):

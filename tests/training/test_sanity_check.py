@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from test_train_script import SMALL, train
 
@@ -197,16 +198,20 @@ def test_images_learnt_in_batches_give_the_gradients_of_all(tmp_path, monkeypatc
 def test_trial_accumulates_and_clips_as_the_run_does(capsys, tmp_path, monkeypatch, without):
     without("_overfit", "data_report")
     monkeypatch.setattr(sanity_check, "TRIAL_SECONDS", 0.5)
-    batches, clipped = [], []
-    prepare, clip = ViTTrainer._prepare_inputs, torch.nn.utils.clip_grad_norm_
+    batches, clipped, scaled = [], [], []
+    prepare, clip, backward = ViTTrainer._prepare_inputs, torch.nn.utils.clip_grad_norm_, Accelerator.backward
     monkeypatch.setattr(ViTTrainer, "_prepare_inputs", lambda self, *given: batches.append(1) or prepare(self, *given))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: clipped.append(given[1]) or clip(*given))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *given, **more: clipped.append(given[1]) or clip(*given, **more)
+    )
+    # It scales the loss, as float16 needs it.
+    monkeypatch.setattr(Accelerator, "backward", lambda self, *given: scaled.append(1) or backward(self, *given))
 
     check(capsys, *SMALL, "--output_dir", str(tmp_path / "run"), "--per_device_train_batch_size", "16",
           "--gradient_accumulation_steps", "4", "--max_grad_norm", "0.5")  # fmt: skip
 
     assert {*clipped} == {0.5}
-    assert len(batches) == 4 * len(clipped)
+    assert len(batches) == len(scaled) == 4 * len(clipped)
 
 
 def test_speed_is_that_of_full_batches(capsys, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """The figures of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,10 @@ def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path
     figure.savefig(path, dpi=110)
 
 
-def plot_images(images: Sequence[Image.Image], captions: Sequence[str], path: Path, columns: int = 6) -> None:
+def plot_images(images: Iterable[Image.Image], captions: Sequence[str], path: Path, columns: int = 6) -> None:
     """Plot one image or more, each under its caption of one or two short lines, into a PNG file."""
-    columns = min(columns, len(images))
-    lines = -(-len(images) // columns)
+    columns = min(columns, len(captions))
+    lines = -(-len(captions) // columns)
     figure = new_figure(max(3.0, 1.6 * columns), 2.05 * lines + 0.3)
     axes = figure.subplots()  # one for all images, as each takes as long to draw as twenty images
     for place, (image, caption) in enumerate(zip(images, captions, strict=True)):

@@ -8,6 +8,7 @@ from typing import Any, cast
 import datasets
 import evaluate
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import expit, log_softmax, softmax
 from scipy.stats import binomtest
@@ -179,15 +180,10 @@ def calibration(confidence: NDArray[Any], right: NDArray[np.bool_]) -> dict[str,
     accuracy.
     """
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:]
-    places = np.digitize(confidence, edges, right=True)
-    bins = [
-        {
-            "confidence_up_to": round(float(edges[place]), 4),
-            "images": int((places == place).sum()),
-            "mean_confidence": float(confidence[places == place].mean()),
-            "accuracy": float(right[places == place].mean()),
-        }
-        for place in np.unique(places)
-    ]
-    error = sum(bin["images"] * abs(bin["accuracy"] - bin["mean_confidence"]) for bin in bins) / len(right)
-    return {"expected_calibration_error": error, "bins": bins}
+    upper = edges[np.digitize(confidence, edges, right=True)].round(4)
+    answers = pd.DataFrame({"confidence_up_to": upper, "confidence": confidence.astype(float), "right": right})
+    bins = answers.groupby("confidence_up_to", as_index=False).agg(
+        images=("right", "size"), mean_confidence=("confidence", "mean"), accuracy=("right", "mean")
+    )
+    error = (bins["images"] * (bins["accuracy"] - bins["mean_confidence"]).abs()).sum() / len(right)
+    return {"expected_calibration_error": float(error), "bins": bins.to_dict("records")}

@@ -37,6 +37,7 @@ LOGGED = (
     "images_per_second",
 )  # fmt: skip
 MAX_LOG_ROWS = 20
+GROUP_BY = ("--group_by", "--group-by")  # an expression, which may begin with a slash
 MISTAKES = "mistakes.png"  # drawn by a run whose images may be shown
 NUMBERS = "predictions.png"  # drawn by a run that learns numbers
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
@@ -228,8 +229,8 @@ def _without_folders(value: Any) -> Any:
     """Replace an absolute path with its last name, because the card is published."""
     if isinstance(value, list):
         pairs = zip(["", *value], value, strict=False)
-        return [one if before == "--group_by" else _without_folders(one) for before, one in pairs]
-    if not isinstance(value, str) or value.startswith("--group_by="):  # an expression, which may begin with a slash
+        return [one if before in GROUP_BY else _without_folders(one) for before, one in pairs]
+    if not isinstance(value, str) or value.partition("=")[0] in GROUP_BY:
         return value
     flag, equals, text = value.partition("=") if value.startswith("--") else ("", "", value)
     path = PureWindowsPath(text)  # which knows the separators of all systems

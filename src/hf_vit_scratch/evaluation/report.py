@@ -24,7 +24,7 @@ from .metrics import compute_metrics, detailed_report, problem_type_of
 from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
 from .trust import Trust
 
-NUM_MISTAKES, SHOWN_PIXELS = 24, 512  # images in the figure, and their largest side
+NUM_MISTAKES = 24  # images in the figure
 ANSWERS = "_answers.csv"
 FEW_CLASSES = 10  # whose scores fit into the log
 
@@ -141,12 +141,9 @@ def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], pat
     listed = table if kind == "single_label_classification" else table.rename(columns={"answer": "label"})
     listed.to_csv(path.with_name(ANSWERS), index=False, float_format="%.6g")
     shown = min(NUM_MISTAKES, np.count_nonzero(severity))
-    images = []
-    for image in images_of(rows.select(order[:shown])):
-        image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))  # at once, because photographs are large
-        images.append(image)
-    if images:
-        plot_images(images, [caption.format(**mistake) for mistake in table[:shown].to_dict("records")], path)
+    if shown:
+        captions = [caption.format(**mistake) for mistake in table[:shown].to_dict("records")]
+        plot_images(images_of(rows.select(order[:shown])), captions, path)
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..data.images import local_path
 from ..errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,14 +32,6 @@ def describe_last_checkpoint(output_dir: str) -> str:
     return f"The last complete checkpoint is {newest[0]}" if newest else "No checkpoint was saved yet"
 
 
-def best_checkpoint(state: TrainerState, output_dir: str) -> str | None:
-    """Return the best checkpoint of a resumed run: in its folder, whatever that was called before, or where it was."""
-    here, before = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}", state.best_model_checkpoint
-    if (here / CHECKSUMS).is_file():
-        return str(here)
-    return before if before and Path(before).is_dir() else None
-
-
 def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) -> Path | None:
     """Return the wanted checkpoint, verified; for `True`, the newest one of a run that is not damaged."""
     if not wanted:
@@ -55,7 +47,7 @@ def find_checkpoint(wanted: str | Path | bool | None, output_dir: str | Path) ->
                 "in another --output_dir."
             )
     else:
-        checkpoint = Path(wanted)
+        checkpoint = local_path(str(wanted))
         if not (checkpoint / TRAINER_STATE_NAME).is_file():
             raise UserError(
                 f"{checkpoint} is not a checkpoint: it holds no {TRAINER_STATE_NAME}. Give a folder checkpoint-N of a "
@@ -90,9 +82,12 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
         if target is not None and target.is_dir() and target.parent.resolve() == folder.parent.resolve():
             aside = folder.parent / f".{link}"
             aside.unlink(missing_ok=True)
+            place = folder.parent / link
             with suppress(OSError):  # Windows allows links to administrators and developers only
                 aside.symlink_to(target.name)
-                os.replace(aside, folder.parent / link)
+                if not place.is_symlink() and (place / CHECKSUMS).is_file():  # `scp` follows links
+                    delete_checkpoint(place)
+                os.replace(aside, place)
     if limit is not None and limit > 0:  # as in the stock Trainer
         complete = complete_checkpoints(folder.parent)
         others = [path for path in complete if path not in (folder, best)]

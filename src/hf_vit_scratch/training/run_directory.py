@@ -54,10 +54,10 @@ def lock_run_directory(args: ViTTrainingArguments) -> Iterator[None]:
                     output_dir.rmdir()
 
 
-def refuse_place_among_images(output_dir: Path, data: str | None) -> None:
+def refuse_place_among_images(output_dir: Path, data: str) -> None:
     """Refuse an output folder inside the folder of the images, where its figures would be taken for images."""
-    folder = local_path(data or "")
-    if data not in (None, "digits") and folder.is_dir() and output_dir.resolve().is_relative_to(folder.resolve()):
+    folder = local_path(data)
+    if data != "digits" and folder.is_dir() and output_dir.resolve().is_relative_to(folder.resolve()):
         raise UserError(
             f"--output_dir {output_dir} is in the folder of the images, {folder.resolve()}: its figures would count "
             "as images. Choose a folder outside."
@@ -74,15 +74,16 @@ def resolve_checkpoint(args: ViTTrainingArguments, recipe: Recipe) -> Path | Non
     checkpoint = find_checkpoint({"true": True, "false": False}.get(wanted.lower(), wanted), output_dir)
     if checkpoint is None or checkpoint.resolve().parent != output_dir.resolve():
         _refuse_other_run(output_dir)
-    begun = None if checkpoint is None else Recipe.load(checkpoint.parent)
     if checkpoint is None:
         args.resume_from_checkpoint = None  # which may be "false"
-    if checkpoint is not None and begun is None and args.fit_to_images:
+        return None
+    begun = Recipe.load(checkpoint.parent)
+    if begun is None and args.fit_to_images:
         raise UserError(
             f"{checkpoint.parent} has no {FACTS}, so what was chosen for its images is not known. Copy that file from "
             f"the folder of the run, or start a new run from the model: --model {checkpoint}."
         )
-    if checkpoint is None or begun is None:
+    if begun is None:
         return checkpoint
     if begun.processes != args.world_size:
         raise UserError(

@@ -130,7 +130,7 @@ def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _trial(trainer: ViTTrainer) -> list[str]:
     """Train as the run would, for some seconds, with a rate that warms up over the first half of them."""
-    optimizer, images = trainer.create_optimizer(), 0
+    optimizer, images = trainer.accelerator.prepare_optimizer(trainer.create_optimizer()), 0
     rates = [group["lr"] for group in optimizer.param_groups]
     loader = itertools.chain.from_iterable(itertools.repeat(trainer.get_train_dataloader()))
     losses: list[float] = []
@@ -145,11 +145,11 @@ def _trial(trainer: ViTTrainer) -> list[str]:
         for batch in batches:
             with trainer.accelerator.autocast():
                 loss = trainer.model(**batch).loss / len(batches)
-            loss.backward()
+            trainer.accelerator.backward(loss)
             losses[-1] += loss.item()
             images += len(batch["pixel_values"])
         if trainer.args.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+            trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         optimizer.step()
     part = math.ceil(len(losses) / 10)
     first, last = np.mean(losses[:part]), np.mean(losses[-part:])

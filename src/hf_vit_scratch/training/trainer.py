@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
@@ -32,7 +32,6 @@ from ..speed.optimize import Optimization, example_batch_for, optimize
 from .arguments import ViTTrainingArguments, refuse_with_fsdp
 from .checkpointing import (
     CHECKSUMS,
-    best_checkpoint,
     complete_checkpoints,
     delete_checkpoint,
     describe_last_checkpoint,
@@ -68,7 +67,9 @@ class _Hooks(TrainerCallback):
             trainer.optimization = trainer.optimize_model(optimized.choice)
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             trainer.train_dataset.first_batch = state.global_step * args.gradient_accumulation_steps
-        state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
+        best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if (best / CHECKSUMS).is_file():  # of a resumed run, whose folder may have had another name
+            state.best_model_checkpoint = str(best)
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
