@@ -134,12 +134,23 @@ def test_speed_is_measured_in_the_precision_of_training(precision, monkeypatch):
     assert asked[0] == {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
-def test_images_of_one_small_size_are_shifted_and_others_are_cropped():
+def test_images_of_one_small_size_are_shifted():
     alike, _ = fitted([(32, 32)] * 50)
     mixed, _ = fitted([(32, 32)] * 50 + [(48, 32)])
 
-    assert (alike["crop_padding"], alike["random_resized_crop_scale"]) == (4, None)
-    assert (mixed["crop_padding"], mixed["random_resized_crop_scale"]) == (0, 0.35)
+    assert (alike["crop_padding"], mixed["crop_padding"]) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("passes", "flags", "least_share"),
+    [(20, [], 0.6), (39, [], 0.6), (40, [], 0.35), (20, ["--crop_padding", "4"], None)],
+)
+def test_images_that_are_not_shifted_are_cropped_the_more_the_more_often_they_are_seen(
+    passes, flags, least_share, monkeypatch
+):
+    chosen, _ = length(1000, 1000.0, monkeypatch, "--num_train_epochs", str(passes), *flags)
+
+    assert chosen["random_resized_crop_scale"] == least_share
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PASSES_SAVED = 10  # a trained model needs so many times fewer
 # small in them from a new model, so they begin after these shares of training.
 PASSES_TO_MIX, PASSES_FOR_POLICY = 40, 150
 MIXING_START, POLICY_START = 0.125, 0.5
+SMALL_CROP, LARGE_CROP = 0.35, 0.6  # least share of the area
 UNCHANGED_STEPS = 150  # the last ones, or a tenth of all if that is less: their images are neither changed nor mixed
 
 
@@ -54,7 +55,7 @@ def _choose(args: Arguments, recipe: Recipe, reason: str, **values: Any) -> None
 
 
 def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
-    """Choose the sizes of image, patch, model and batch, and the crops, from the rows of the training split.
+    """Choose the sizes of image, patch, model, batch and shifts, from the rows of the training split.
 
     Most images are not enlarged, and on a CPU an image has at most 64 tokens. The arguments are changed in place. The
     recipe's settings stay, and what is chosen is added to them.
@@ -107,9 +108,6 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         choose(reason, dataloader_drop_last=True)
     if alike and max(sides[0]) <= max(pixels):
         choose("small images, all of one size", crop_padding=max(1, min(pixels) // 8))
-    else:
-        reason = "images larger than the model's" if alike else "images of many sizes"
-        choose(reason, random_resized_crop_scale=0.35)
 
 
 def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: Recipe) -> None:
@@ -141,6 +139,9 @@ def fit_length(args: Arguments, config: ViTScratchConfig, number: int, recipe: R
     # A policy may change what a number measures, such as a brightness or an angle.
     mixes, changes = passes >= PASSES_TO_MIX, passes >= PASSES_FOR_POLICY and config.problem_type != "regression"
     seen = f"{passes:.0f} passes over the same images"
+    if "crop_padding" not in recipe.settings:  # which shifts small images
+        reason = f"{seen}; from {PASSES_TO_MIX} on, smaller parts of them"
+        choose(reason, random_resized_crop_scale=SMALL_CROP if mixes else LARGE_CROP)
     reason = f"{seen}; from {PASSES_FOR_POLICY} on, random operations (a policy)"
     choose(reason, auto_augment="trivialaugment" if changes else "none")
     if args.augmentation.auto_augment != "none":  # 0.0 is recorded, too: a repeated run must not choose anew
