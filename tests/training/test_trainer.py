@@ -24,6 +24,8 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
     ViTImageProcessor,
 )
 
@@ -612,6 +614,29 @@ def test_other_arguments_than_ours_are_refused(args):
         ViTTrainer(model=ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args=args)
 
 
+def test_mixed_images_are_refused_for_models_of_other_libraries(tmp_path):
+    dataset, stage = mixed_digits()
+    vit = ViTForImageClassification(
+        ViTConfig(image_size=[16, 24], patch_size=8, hidden_size=32, num_attention_heads=2)
+    )
+    args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False, use_cpu=True)
+
+    with pytest.raises(UserError, match=r"mixing needs a model of this package: others take class probabilities for"):
+        ViTTrainer(vit, args, train_dataset=dataset, stage=stage)
+
+
+def test_datasets_whose_classes_differ_are_refused(tmp_path):
+    dataset, stage = mixed_digits()
+    names = dataset.rows.features["label"].names[::-1]
+    rows = dataset.rows.cast_column("label", datasets.ClassLabel(names=names))
+    other = ImageClassificationDataset(rows, BatchTransform(dataset.image_processor))
+    model = ViTScratchForImageClassification(ViTScratchConfig(**TINY))
+    args = ViTTrainingArguments(str(tmp_path), use_cpu=True)
+
+    with pytest.raises(UserError, match=r"the classes of dataset 1 are .*, but those of dataset 0 are "):
+        ViTTrainer(model, args, train_dataset=dataset, eval_dataset={"other": other}, stage=stage)
+
+
 def test_images_of_several_stages_need_a_function_that_says_when_they_begin(tmp_path):
     model = ViTScratchForImageClassification(ViTScratchConfig(**TINY))
     args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False)
@@ -713,6 +738,10 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
         ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
         ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics must stay false: the metrics are of all images"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 10},
+            "load_best_model_at_end needs save_steps as eval_steps, 5, or the best model may not be saved; it is 10",
+        ),
         ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
         ({"ignore_data_skip": True}, "ignore_data_skip must stay false: a resumed run goes on with the images"),
     ],
@@ -1077,12 +1106,18 @@ def test_loss_that_has_not_moved_after_a_tenth_is_said_once(losses, warned, by_t
     history = []
 
     for number, (loss, share) in enumerate(zip([*losses, *losses], [0.02, 0.05, 0.1, 0.2, 0.3, 0.4], strict=True)):
-        history.append({"loss": loss, "minutes": 10 * share, "step": 1 if by_time else 1000 * share})
+        history.append({"loss": loss, "minutes": 10 * share, "step": 50 if by_time else 1000 * share})
         state = SimpleNamespace(max_steps=1000, is_world_process_zero=True, log_history=history)
         LossWatch().on_log(args, state, None, logs=history[-1], model=model)  # anew, as in a resumed run
         assert ("has not moved" in caplog.text) == (warned and number >= 2)
 
     assert caplog.text.count("has not moved") == warned
+
+
+def test_loss_of_a_few_steps_is_not_watched(tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=40, learning_rate=1e-12, per_device_train_batch_size=64).train()
+
+    assert "has not moved" not in caplog.text
 
 
 def test_one_process_alone_says_that_the_loss_has_not_moved(caplog):
@@ -1096,6 +1131,6 @@ def test_one_process_alone_says_that_the_loss_has_not_moved(caplog):
 
 
 def test_run_whose_rate_is_too_small_says_that_its_loss_does_not_move(tmp_path, caplog):
-    make_trainer(tmp_path, max_steps=30, learning_rate=1e-12, per_device_train_batch_size=64).train()  # all images
+    make_trainer(tmp_path, max_steps=60, learning_rate=1e-12, per_device_train_batch_size=64).train()  # all images
 
     assert "The loss has not moved: " in caplog.text

@@ -13,6 +13,7 @@ from .checkpointing import describe_last_checkpoint
 logger = logging.getLogger(__name__)
 
 WATCHED_PART = 0.1  # of training, after which the loss should have moved
+LEAST_STEPS = 50  # before which it often has not
 NOT_MOVED = 0.98  # share of the first loss above which it has not
 
 
@@ -38,7 +39,8 @@ class LossWatch(TrainerCallback):
         lines = [line for line in state.log_history if "loss" in line]  # also those of before the run was resumed
         first_loss = lines[0]["loss"]
         steps, minutes = WATCHED_PART * state.max_steps, WATCHED_PART * (args.max_train_minutes or math.inf)
-        watched = [line for line in lines[1:] if line["step"] >= steps or line.get("minutes", 0.0) >= minutes]
+        later = [line for line in lines[1:] if line["step"] >= LEAST_STEPS]
+        watched = [line for line in later if line["step"] >= steps or line.get("minutes", 0.0) >= minutes]
         if len(watched) != 1:  # not yet, or said before
             return
         config = getattr(kwargs["model"], "config", None)

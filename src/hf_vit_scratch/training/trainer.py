@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..data.dataset import ImageClassificationDataset, collate
 from ..data.sampler import EpochSampler
 from ..data.streaming import ImageClassificationStream
+from ..data.targets import refuse_other_classes
 from ..errors import UserError
 from ..evaluation.model_card import make_run_card
 from ..model.modeling_vit_scratch import ViTScratchPreTrainedModel
@@ -166,6 +167,13 @@ class ViTTrainer(Trainer):
         ours = train if isinstance(train, ImageClassificationDataset) else None
         if self.args.balanced_sampling and train is not None and (ours is None or ours.labels.ndim > 1):
             raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
+        mixes = ours is not None and ours.batch_transform.mixing is not None
+        if mixes and not hasattr(getattr(self.model, "config", None), "image_height_width"):
+            raise UserError(
+                "mixing needs a model of this package: others take class probabilities for several labels."
+            )
+        features = {f"dataset {number}": own.rows.features for number, own in enumerate(self._own_datasets())}
+        refuse_other_classes("The classes differ", features, ["label"])
         if stage is None and ours is not None and len(ours.batch_transform.stages) > 1:
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
         self.stage = stage or (lambda progress: 0)
@@ -207,9 +215,8 @@ class ViTTrainer(Trainer):
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
         self._unfinished_checkpoint = None
-        evaluated: Any = {} if self.args.eval_strategy == "no" else self.eval_dataset
-        for dataset in (self.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
-            if isinstance(dataset, ImageClassificationDataset):
+        for dataset in self._own_datasets():
+            if dataset is self.train_dataset or self.args.eval_strategy != "no":
                 dataset.keep_decoded(self.args.device)  # before the clock starts
         self.clock.start()
         keep_freed_memory()
@@ -239,6 +246,11 @@ class ViTTrainer(Trainer):
         if self.stopped and self.graceful_stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
         return output
+
+    def _own_datasets(self) -> list[ImageClassificationDataset]:
+        evaluated: Any = self.eval_dataset
+        others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+        return [each for each in (self.train_dataset, *others) if isinstance(each, ImageClassificationDataset)]
 
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
