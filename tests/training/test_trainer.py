@@ -740,7 +740,7 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
         ({"batch_eval_metrics": True}, "batch_eval_metrics must stay false: the metrics are of all images"),
         (
             {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 10},
-            "load_best_model_at_end needs save_steps as eval_steps, 5, or the best model may not be saved; it is 10",
+            "needs save_steps equal to eval_steps, 5, or the best model may not be saved; got 10",
         ),
         ({"debug": "underflow_overflow"}, "debug must stay unset: it cannot be written into a recipe"),
         ({"ignore_data_skip": True}, "ignore_data_skip must stay false: a resumed run goes on with the images"),

@@ -178,8 +178,8 @@ class ViTTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.load_best_model_at_end and self.save_strategy == "steps" and self.save_steps != self.eval_steps:
             raise UserError(
-                f"load_best_model_at_end needs save_steps as eval_steps, {self.eval_steps:g}, or the best model may "
-                f"not be saved; it is {self.save_steps:g}. Or give --save_strategy best."
+                f"load_best_model_at_end needs save_steps equal to eval_steps, {self.eval_steps:g}, or the best "
+                f"model may not be saved; got {self.save_steps:g}. Or give --save_strategy best."
             )
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.split_batches or accelerator_config.dispatch_batches:
