@@ -100,6 +100,12 @@ def test_other_devices_join_query_key_and_value_if_they_compile(times, compile, 
     assert calls == []
 
 
+@pytest.mark.parametrize(("training", "expected"), [(True, "eager+qkv"), (False, "eager")])
+def test_on_a_cpu_layers_compiled_for_training_join_query_key_and_value(times, training, expected):
+    times(eager=0.5)
+    assert optimize(build(), PIXELS, training=training, compile={"backend": "eager"}).choice == expected
+
+
 def test_sizes_may_be_compiled_as_dynamic(monkeypatch):
     options = {}
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **given: options.update(given))

@@ -3,7 +3,7 @@
 Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
 adapter, a hook, a quantized weight. It decides at every call, because adapters and hooks may come later.
 `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there; a mask,
-another device or a compiler makes them plain, too. `project` is for compiled layers on a GPU.
+another device or a compiler makes them plain, too. `project` is for compiled layers.
 """
 
 from collections.abc import Iterable, Sequence

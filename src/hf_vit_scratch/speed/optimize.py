@@ -80,9 +80,9 @@ def optimize(
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
-    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing: compiled
-    layers get query, key and value from one product, and others stay as they are. Parameters, their names, hooks,
-    adapters and exports work as before. In a distributed run, all processes call it.
+    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing. Layers
+    that are compiled for training, or for another device, get query, key and value from one product. Parameters,
+    their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
 
     For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
     without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
@@ -107,6 +107,8 @@ def optimize(
     _apply(model, attention)
     if choice == "auto":
         choice, ratios = _choose(model, example_batch, training, bool(compile), images)
+        if compile and (training or example_batch.device.type != "cpu"):
+            choice += "+qkv"
     elif choice == "plain":
         choice = attention
     elif choice not in (attention, f"{attention}+qkv", *CHOICES):
@@ -175,8 +177,6 @@ def _choose(
 ) -> tuple[str, dict[str, float]]:
     """Return the fastest choice, and the time of each relative to the plain model, if they were measured."""
     plain = cast(str, model.config._attn_implementation)
-    if compile and example_batch.device.type != "cpu":
-        return f"{plain}+qkv", {}
     names = _candidates(example_batch.device, plain, training, compile)
     if not names or not images:
         return plain, {}
