@@ -175,7 +175,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         own: tuple[int, int] | None = None
         for (w, h), _ in map_images(lambda index, encoded: size_and_mode(encoded, f"image {index}"), self.rows):
             own = own or (h, w)
-            if (h, w) != own or h > height or w > width:
+            if (h, w) != own or h >= height or w >= width:
                 return height, width
         return own or (height, width)
 
