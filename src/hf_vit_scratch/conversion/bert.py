@@ -12,7 +12,7 @@ from ..errors import blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from ..model.modeling_vit_scratch import ViTScratchModel, ViTScratchPreTrainedModel
 from .checks import PRE_LN, check_equal, require_class, require_values
-from .names import load_weights, square_as_number, to_our_names, to_their_names, weights_of
+from .names import as_number, load_weights, to_our_names, to_their_names, weights_of
 
 BERT = {
     "embeddings.LayerNorm": "embeddings.layernorm",
@@ -72,8 +72,8 @@ def from_bert(
     with blame_the_user():
         our_config = ViTScratchConfig(
             norm_first=False,
-            image_size=square_as_number([side * pixels for pixels in kernel] if image_size is None else image_size),
-            patch_size=square_as_number(kernel),
+            image_size=as_number([side * pixels for pixels in kernel] if image_size is None else image_size),
+            patch_size=as_number(kernel),
             num_channels=patch_embeddings.in_channels,
             **{name: getattr(config, name) for name in FIELDS},
         )

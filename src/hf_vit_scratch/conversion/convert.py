@@ -29,7 +29,7 @@ from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import POOLINGS, VARIANTS
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
 from .bert import BertComposite, from_bert, to_bert
-from .names import LoadedModel, build_from_weights, square_as_number, summarize, to_our_names
+from .names import LoadedModel, as_number, build_from_weights, summarize, to_our_names
 from .parity import verify
 from .timm import TIMM, from_timm, timm_class, to_timm
 from .torchvision import TORCHVISION, from_torchvision, to_torchvision
@@ -186,7 +186,7 @@ def _from_file(
     ours = build_from_weights(
         state,
         str(path),
-        image_size=square_as_number(image_size),
+        image_size=as_number(image_size),
         num_attention_heads=num_attention_heads,
         layer_norm_eps=1e-6,
         pooling=pooling,

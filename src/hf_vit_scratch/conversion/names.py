@@ -103,7 +103,7 @@ def build_from_weights(
         fields |= {"classifier_hidden_size": len(state["pre_logits.0.weight"]), "classifier_act": "tanh"}
     with blame_the_user():
         config = ViTScratchConfig(
-            patch_size=square_as_number(patch_size),
+            patch_size=as_number(patch_size),
             num_channels=num_channels,
             hidden_size=hidden_size,
             num_hidden_layers=len({name.split(".")[1] for name in state if name.startswith("layers.")}),
@@ -123,7 +123,6 @@ def summarize(texts: list[str]) -> str:
     return ", ".join(first[:4]) + (f", and {len(first) - 4} more" if len(first) > 4 else "")
 
 
-def square_as_number(size: int | Iterable[int]) -> int | list[int]:
-    """Return a height and width in pixels as one number where they are equal."""
-    sizes = [size] if isinstance(size, int) else list(size)
-    return sizes[0] if len(set(sizes)) == 1 else sizes
+def as_number(sizes: Any) -> Any:
+    """Return equal sizes, such as a height and a width in pixels, as one number, and others as they are."""
+    return sizes[0] if isinstance(sizes, list | tuple) and len(set(sizes)) == 1 else sizes

@@ -9,7 +9,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 from ..errors import UserError
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
 from .checks import PRE_LN, check_equal, require_class, require_values
-from .names import build_from_weights, load_weights, square_as_number, to_our_names, to_their_names, weights_of
+from .names import as_number, build_from_weights, load_weights, to_our_names, to_their_names, weights_of
 
 TIMM = {
     "cls_token": "embeddings.cls_token",
@@ -56,7 +56,7 @@ def from_timm(vit: nn.Module) -> ViTScratchPreTrainedModel:
         state,
         "from_timm",
         like=vit,
-        image_size=square_as_number(source.patch_embed.img_size),
+        image_size=as_number(source.patch_embed.img_size),
         num_attention_heads=block.attn.num_heads,
         hidden_act=ACTIVATIONS.get(activation, activation),
         layer_norm_eps=block.norm1.eps,

@@ -24,10 +24,9 @@ def calibrate(trainer: ViTTrainer) -> None:
     """
     model, train, seed = cast(Any, trainer.model), cast(Any, trainer.train_dataset), trainer.args.seed
     has_images = all(isinstance(part, ImageClassificationDataset) for part in (train, trainer.eval_dataset))
-    is_classifier = isinstance(model, ViTScratchForImageClassification)
-    if not is_classifier or not has_images or train.labels.ndim > 1:
-        return
-    if not trainer.args.calibrate or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    is_classifier = has_images and isinstance(model, ViTScratchForImageClassification)
+    is_spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if not (trainer.args.calibrate and is_classifier) or is_spread or train.labels.ndim > 1:
         return
     rows = np.random.default_rng(seed).permutation(len(train))
     labels = train.labels.numpy()[rows]

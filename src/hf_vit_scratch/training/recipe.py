@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import yaml
 from transformers import HfArgumentParser
 
+from ..conversion.names import as_number
 from ..errors import UserError, blame_the_files, blame_the_user
 from ..model.configuration_vit_scratch import ViTScratchConfig
 from .arguments import ARGUMENT_TYPES, DEFAULTS, Arguments, ModelArguments, is_starting_model
@@ -80,7 +81,7 @@ class Recipe:
         """Return what was chosen for the images, with the reasons, a line for each group of settings."""
         chosen = [(name, s) for name, s in self.settings.items() if s.origin == "images"]
         return [
-            ", ".join(f"{name} {_plain(setting.value)}" for name, setting in group) + f": {reason}"
+            ", ".join(f"{name} {as_number(setting.value)}" for name, setting in group) + f": {reason}"
             for reason, group in groupby(chosen, key=lambda item: item[1].reason)
         ]
 
@@ -161,10 +162,10 @@ def model_config(
     args: ModelArguments, label_names: Sequence[str], start: ViTScratchConfig | None = None
 ) -> ViTScratchConfig:
     """Return the configuration that the flags describe, based on that of a starting model if there is one."""
-    given = {name: _plain(value) for name, value in vars(args).items() if value is not None}
+    given = {name: as_number(value) for name, value in vars(args).items() if value is not None}
     model = given.pop("model", None)
     fixed = {name: getattr(start, name) for name in given if name in ARCHITECTURE} if start else {}
-    if wrong := [name for name, saved in fixed.items() if given[name] != _plain(saved)]:
+    if wrong := [name for name, saved in fixed.items() if given[name] != as_number(saved)]:
         listed = ", ".join(f"{name} {given[name]} (saved: {fixed[name]})" for name in wrong)
         raise UserError(f"--model {model} does not fit: {listed}. Leave these out: the saved model has its own.")
     given["id2label"] = dict(enumerate(label_names))
@@ -243,7 +244,3 @@ def _refuse_unknown(given: Iterable[str], source: str, program: str) -> None:
         near = [flag for flag in DEFAULTS if flag.endswith(f"_{text}")] or difflib.get_close_matches(text, DEFAULTS, 1)
         guess = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"{source}: unknown flag {unknown[0]!r}.{guess} Run {program} --help for the flags.")
-
-
-def _plain(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,9 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
         for name in ("eval", "save"):
             if getattr(training, f"{name}_strategy") == "epoch":
                 raise UserError(f"A stream has no epochs. Give --{name}_strategy no, or steps with --{name}_steps.")
-        with training.main_process_first(desc="data"):  # it downloads what the others then find
-            splits = load_splits(**vars(args.data))
-    else:
-        splits = load_splits(**vars(args.data), labelled=not is_masked(args), listing=listing)
-    return splits
+    # Of a stream, the main process downloads what the others then find.
+    with training.main_process_first(desc="data") if args.data.streaming else nullcontext():
+        return load_splits(**vars(args.data), labelled=not is_masked(args), listing=listing)
 
 
 def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[ViTScratchConfig, LoadedModel | None]:
