@@ -344,6 +344,22 @@ def test_search_goes_on_after_a_rate_that_is_too_high(digits, tmp_path):
     assert best.hyperparameters == {"learning_rate": 3e-3}
 
 
+def test_training_after_a_search_has_the_batches_of_its_arguments(digits, tmp_path):
+    trainer = ViTTrainer(
+        model_init=lambda trial: ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10)),
+        args=arguments(tmp_path, max_steps=1), train_dataset=digits[0], eval_dataset=digits[1],
+    )  # fmt: skip
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"per_device_train_batch_size": trial.suggest_categorical("batch", [8])},
+        compute_objective=lambda metrics: metrics["eval_loss"], n_trials=1, backend="optuna",
+    )  # fmt: skip
+
+    trainer.args.per_device_train_batch_size = 16
+    trainer.train()
+
+    assert len(next(iter(trainer.get_train_dataloader()))["labels"]) == 16
+
+
 @pytest.mark.parametrize("event", ["on_step_begin", "on_evaluate"])
 def test_sigterm_ends_a_search(event, digits, tmp_path):
     rates = []

@@ -344,7 +344,7 @@ def test_table_has_one_row_per_image_and_a_column_of_errors(saved, mixed_images,
     for row, result in zip(rows, results, strict=True):
         ranked = result.get("predictions", [{"label": "", "score": ""}] * 2)
         values = [value for best in ranked for value in best.values()]
-        expected = [result["image"], *(f"{value:.6g}" if isinstance(value, float) else value for value in values)]
+        expected = [result["image"], *(f"{value:.7g}" if isinstance(value, float) else value for value in values)]
         assert list(row.values()) == [*expected, result.get("error", "")]
 
 

@@ -46,6 +46,17 @@ def test_label_that_is_wrong_by_most_is_listed(tmp_path, class_folders):
     assert (listed["label"], listed["truth"]) == (["cat", "day"], [1, 1])
 
 
+def test_large_numbers_are_listed_whole(tmp_path, class_folders):
+    rows = load_splits(str(class_folders), validation_fraction=0.4)["validation"].select(range(2))
+    prices = np.array([[1234567.0], [7654321.0]], np.float32)
+
+    report.list_answers(PredictionOutput(prices + 1, prices, {}), rows, ["price"], tmp_path / "m.png")
+
+    listed = pd.read_csv(tmp_path / "_answers.csv").to_dict("list")
+    assert {*listed["truth"]} == {1234567, 7654321}
+    assert {*listed["score"]} == {1234568, 7654322}
+
+
 def test_all_answers_are_listed_with_their_files_mistakes_first(tmp_path, class_folders):
     labels, logits = np.array([0, 1, 0]), np.log([[0.4, 0.6], [0.1, 0.9], [0.24999996, 0.75000004]])
     files = [str(class_folders / "temple" / f"0{number}.jpg") for number in range(3)]

@@ -126,6 +126,14 @@ def test_labels_that_do_not_belong_to_images_are_pointed_out(capsys, tmp_path, m
     assert "images by heart. Are labels and images those that belong together" in printed
 
 
+def test_number_that_is_the_same_in_all_images_is_no_problem():
+    labels = torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]])
+    near, far = labels + 0.1, labels + torch.tensor([0.1, 1.0])
+
+    assert sanity_check._is_right(near, labels).tolist() == [True] * 3
+    assert sanity_check._is_right(far, labels).tolist() == [False] * 3
+
+
 def test_loss_that_does_not_move_is_pointed_out(capsys, tmp_path, without):
     without("_overfit")
     passed, lines, printed = check(capsys, *SMALL, "--output_dir", str(tmp_path), "--learning_rate", "1e-9")

@@ -214,7 +214,7 @@ def _table_row(result: dict[str, Any], are_numbers: bool) -> dict[str, Any]:
     for rank, prediction in enumerate(result.get("predictions", ()), 1):
         ranked = {f"{name}_{rank}": value for name, value in prediction.items()}
         row |= {prediction["label"]: prediction["score"]} if are_numbers else ranked
-    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
+    return {name: f"{value:.7g}" if isinstance(value, float) else value for name, value in row.items()}
 
 
 def model_parser(program: str, description: str) -> argparse.ArgumentParser:

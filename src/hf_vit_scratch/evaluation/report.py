@@ -139,7 +139,7 @@ def list_answers(outputs: PredictionOutput, rows: Dataset, names: list[str], pat
     table = pd.DataFrame({"image": files, "answer": answers, "score": scores, "truth": truth}).iloc[order]
     # Of several labels or numbers, a row has the one that is wrong by most.
     listed = table if kind == "single_label_classification" else table.rename(columns={"answer": "label"})
-    listed.to_csv(path.with_name(ANSWERS), index=False, float_format="%.6g")
+    listed.to_csv(path.with_name(ANSWERS), index=False, float_format="%.7g")
     shown = min(NUM_MISTAKES, np.count_nonzero(severity))
     if shown:
         captions = [caption.format(**mistake) for mistake in table[:shown].to_dict("records")]

@@ -119,12 +119,16 @@ def _overfit(trainer: ViTTrainer) -> list[str]:
 
 
 def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return for each image whether its class is, or all its labels are, right; or each number to a quarter of std."""
+    """Return for each image whether its class is, or all its labels are, right; or each number to a quarter of std.
+
+    A number that is the same in all images counts as right.
+    """
     match problem_type_of(labels):
         case "single_label_classification":
             return logits.argmax(-1) == labels
         case "regression":
-            return ((logits - labels).abs() < labels.std(dim=0) / 4).all(dim=-1)
+            spread = labels.std(dim=0)
+            return ((logits - labels).abs() < torch.where(spread > 0, spread / 4, torch.inf)).all(dim=-1)
     return ((logits > 0) == (labels > 0)).all(dim=-1)
 
 

@@ -218,6 +218,7 @@ class ViTTrainer(Trainer):
         for dataset in self._own_datasets():
             if dataset is self.train_dataset or self.args.eval_strategy != "no":
                 dataset.keep_decoded(self.args.device)  # before the clock starts
+        self._train_batch_size = self.args.train_batch_size  # a search of hyperparameters leaves the last trial's
         self.clock.start()
         keep_freed_memory()
         # The stock Trainer would delete old checkpoints before the new one is complete. `close_checkpoint` waits.
