@@ -11,6 +11,7 @@ from helpers import TINY, randomize_
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
+from hf_vit_scratch.speed import fused
 from hf_vit_scratch.speed import optimize as speed
 from hf_vit_scratch.speed.optimize import optimize
 
@@ -82,6 +83,17 @@ def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, 
     optimize(build(), PIXELS, training=True)
     optimize(build(**fields), torch.zeros(batch, 3, 16, 24), training=training)
     assert len(calls) == 2
+
+
+def test_packed_layers_are_measured_as_such_in_inference_mode_too(monkeypatch):
+    model, packed = build().eval(), []
+    packing = fused._PackedWeights
+    monkeypatch.setattr(fused, "_PackedWeights", lambda *args, **kwargs: packed.append(1) or packing(*args, **kwargs))
+
+    with torch.inference_mode():
+        optimize(model, PIXELS)
+
+    assert packed
 
 
 def test_packed_layers_are_not_compiled():

@@ -187,7 +187,8 @@ def _choose(
     times = of_first_process(_measured.get(key))
     if times is None:
         run = model.config.num_hidden_layers * images / len(example_batch)  # times a layer is called in the whole run
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+        # Copies made in inference mode could not be packed.
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.set_grad_enabled(training):
             layers = {name: copy.deepcopy(layer).train(training) for name in names}
             for name, candidate in layers.items():
                 _apply(candidate, name)
