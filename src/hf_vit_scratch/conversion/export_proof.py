@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, cast
@@ -13,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import logit
-from torch.utils.benchmark import Timer
 from transformers import EvalPrediction, ImageClassificationPipeline
 
 from ..data.exported import read_image
@@ -165,6 +165,10 @@ def milliseconds(
     with torch.inference_mode():
         for _ in range(ROUNDS):
             for name, variant in variants.items():
-                timer = Timer("run()", globals={"run": variant}, num_threads=torch.get_num_threads())
-                times[name] += timer.blocked_autorange(min_run_time=SECONDS).times  # it warms up first
+                variant()  # the threads of the last variant still wait for work
+                start = end = time.perf_counter()
+                while end - start < SECONDS or end == start:
+                    variant()
+                    times[name].append(time.perf_counter() - end)
+                    end = time.perf_counter()
     return {name: 1000 * statistics.median(seconds) for name, seconds in times.items()}
