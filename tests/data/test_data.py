@@ -608,7 +608,7 @@ def test_wrong_name_or_fraction_is_refused(arguments, message):
 def test_missing_label_column_is_refused(tmp_path, photographs):
     write_parquet(tmp_path / "a.parquet", Features({"image": ImageFeature()}), image=photographs)
 
-    with pytest.raises(UserError, match=r"no column holds labels, or has a known name\.$"):
+    with pytest.raises(UserError, match=r"no column holds labels, or has a known name\. Add a column of labels\.$"):
         load_splits(str(tmp_path))
 
 

@@ -155,8 +155,9 @@ def find_columns(args: DataArguments, what: str, found: list[str], possible: Ite
     if not chosen and len(found) != 1:
         known = f"no column holds {what}s" + " or paths such as cat/1.jpg" * (what == "image")
         problem = f"{' and '.join(found)} may hold the {what}s" if found else f"{known}, or has a known name"
-        advice = f" Choose one of {columns} with --{what}_column." if (columns := sorted(possible)) else ""
-        raise UserError(f"{args.data}: {problem}.{advice}")
+        columns = sorted(possible)
+        advice = f"Choose one of {columns} with --{what}_column." if columns else f"Add a column of {what}s."
+        raise UserError(f"{args.data}: {problem}. {advice}")
     if unknown := [name for name in chosen if name not in possible]:
         raise UserError(
             f"{args.data}: there is no {what} column {unknown[0]!r}, only {sorted(possible)}. Choose with "
