@@ -79,13 +79,18 @@ def test_outputs_and_gradients_are_the_same(choice, fields):
 
 
 @STYLES
+@pytest.mark.parametrize(("bias_comes_last", "biases"), [(False, [1, 1, 1, 1]), (True, [0, 0, 1, 0])])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-def test_compiled_layers_with_one_product_for_query_key_and_value_give_the_same(fields):
+def test_compiled_layers_with_one_product_for_query_key_and_value_give_the_same(
+    bias_comes_last, biases, fields, monkeypatch
+):
+    torch.compiler.reset()  # or the limit of compilations is reached
+    monkeypatch.setattr(fused, "BIAS_COMES_LAST", bias_comes_last)
     plain = build(dtype=torch.float64, **fields)
     fast, graphs = copy.deepcopy(plain), []
 
     def count_products(graph, example_inputs):
-        graphs.append(sum(node.target is F.linear for node in graph.graph.nodes))
+        graphs.append([len(node.args) - 2 for node in graph.graph.nodes if node.target is F.linear])
         return graph
 
     optimize(fast, PIXELS, training=True, choice="sdpa+qkv", compile={"backend": count_products})
@@ -93,7 +98,22 @@ def test_compiled_layers_with_one_product_for_query_key_and_value_give_the_same(
 
     for one, other in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert set(graphs) == {4}  # joined, output, and two of the MLP
+    assert graphs
+    assert all(graph == biases for graph in graphs)  # joined, output, and two of the MLP
+
+
+@pytest.mark.parametrize("choice", [*TRAINING, *INFERENCE])
+def test_patches_and_weights_are_one_product(choice, monkeypatch):
+    _, fast = pair(choice)
+    monkeypatch.delattr(nn.Conv2d, "forward")
+    fast(PIXELS)
+
+
+def test_product_of_patches_is_their_convolution():
+    convolution = nn.Conv2d(3, 5, kernel_size=(2, 4), stride=(2, 4), dtype=torch.float64)
+    pixels = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    actual = fused.patch_forward(convolution, pixels)
+    torch.testing.assert_close(actual, convolution(pixels), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("model_class", [ViTScratchForMaskedImageModeling, ViTScratchBackbone])
@@ -327,7 +347,7 @@ def test_what_is_added_later_takes_part(choice, change):
     with torch.set_grad_enabled(choice in TRAINING):
         expected, actual = plain(pixels).logits, fast(pixels).logits
 
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     assert not torch.allclose(before, expected, atol=1e-3)
 
 
@@ -343,7 +363,7 @@ def test_attention_of_the_users_own_takes_part(choice):
         model.eval().set_attn_implementation("mean_of_values")
     pixels = torch.randn_like(PIXELS).to(plain.dtype)
 
-    torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("choice", ["eager+joined", "sdpa+packed"])
@@ -360,9 +380,9 @@ def test_masks_and_attention_maps_are_as_in_the_plain_model(choice, fields, opti
     pixels = torch.randn_like(PIXELS)
     with torch.no_grad():
         expected, actual = plain(pixels, **options), fast(pixels, **options)
-    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-5)
     for one, other in zip(actual.attentions or (), expected.attentions or (), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_dropout_of_the_attention_is_as_in_the_plain_model():
@@ -371,8 +391,8 @@ def test_dropout_of_the_attention_is_as_in_the_plain_model():
     torch.manual_seed(1)
     expected = plain(pixels).logits
     torch.manual_seed(1)
-    assert torch.equal(fast(pixels).logits, expected)
-    assert not torch.equal(expected, plain.eval()(pixels).logits)
+    torch.testing.assert_close(fast(pixels).logits, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(expected, plain.eval()(pixels).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("choice", ["eager+convolution", "sdpa+packed"])
@@ -405,14 +425,14 @@ def test_packed_model_has_gradients():
     plain, fast = (model.eval() for model in pair("eager+packed"))
     pixels = torch.randn_like(PIXELS)
     for one, other in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_model_made_in_inference_mode_runs_as_it_is():
     with torch.inference_mode():
         plain, fast = (model.eval() for model in pair("sdpa+packed"))
         pixels = torch.randn_like(PIXELS)
-        assert torch.equal(fast(pixels).logits, plain(pixels).logits)
+        torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-5)
 
 
 def test_second_derivatives_are_refused():

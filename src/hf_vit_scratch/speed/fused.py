@@ -3,7 +3,8 @@
 Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
 adapter, a hook, a quantized weight. It decides at every call, because adapters and hooks may come later.
 `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there; a mask,
-another device or a compiler makes them plain, too. `project` is for compiled layers.
+another device or a compiler makes them plain, too, like `patch_forward`, which is for both. `project` and
+`linear_forward` are for compiled layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 ATTENTIONS = ("eager", "sdpa")  # that these methods compute
+# torch copies a bias into the result before the product. Where products are this fast, the copies are 5% of a step.
+BIAS_COMES_LAST = torch.cpu.get_capabilities().get("amx_bf16", False)
 PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
 
 
@@ -47,8 +50,24 @@ def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
     projections = (self.q_proj, self.k_proj, self.v_proj)
     if not _are_linear(projections):
         return type(self).project(self, hidden_states)
-    weight, bias = _joined(projections)
-    return F.linear(hidden_states, weight, bias).chunk(3, dim=-1)
+    return _product_and_bias(hidden_states, *_joined(projections)).chunk(3, dim=-1)
+
+
+def linear_forward(self: Any, x: Tensor) -> Tensor:
+    """Return `nn.Linear.forward`, where the compiler's next kernel can add the bias."""
+    return _product_and_bias(x, self.weight, self.bias)
+
+
+def patch_forward(self: Any, pixels: Tensor) -> Tensor:
+    """Return `nn.Conv2d.forward` of patches, as one product.  (B, C, height, width) -> (B, D, rows, cols)."""
+    if not _are_plain(pixels, ()) or type(self.weight) not in (nn.Parameter, Tensor):
+        return type(self).forward(self, pixels)
+    if torch.is_autocast_enabled("cpu"):  # before the copy of patches
+        pixels = pixels.to(torch.get_autocast_dtype("cpu"))
+    height, width = self.kernel_size
+    patches = pixels.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # (B, C, rows, height, cols, width)
+    patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, cols, values of a patch)
+    return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -211,6 +230,13 @@ class _EagerAttention(torch.autograd.Function):
         torch.baddbmm(nothing, scores_grad, key, beta=0, alpha=ctx.scaling, out=query_grad)
         torch.baddbmm(nothing, scores_grad.mT, query, beta=0, alpha=ctx.scaling, out=key_grad)
         return pair_grad, torch.bmm(attn_weights.mT, grad).view(value.shape), None
+
+
+def _product_and_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if not (BIAS_COMES_LAST and x.is_cpu and torch.compiler.is_compiling()):
+        return F.linear(x, weight, bias)
+    product = F.linear(x, weight)
+    return product + bias.to(product.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Tensor:

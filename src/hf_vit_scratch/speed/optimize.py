@@ -24,9 +24,14 @@ from .fused import ATTENTIONS
 from .hardware import can_compile
 
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
-# The faster methods of each class of the model. Models loaded with remote code have classes of the same names.
+# The faster methods of each class of the model, or of each layer of this name. Models loaded with remote code have
+# classes of the same names.
 WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
-    "qkv": {"ViTScratchAttention": {"project": fused.project}},
+    "qkv": {
+        "ViTScratchAttention": {"project": fused.project},
+        "o_proj": {"forward": fused.linear_forward},
+        "fc2": {"forward": fused.linear_forward},
+    },
     "joined": {"ViTScratchAttention": {"forward": fused.attention_forward}},
     "convolution": {
         "ViTScratchAttention": {"forward": fused.attention_forward},
@@ -34,6 +39,8 @@ WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
     },
     "packed": {"ViTScratchLayer": {"forward": fused.layer_forward}},
 }
+for classes in WAYS.values():
+    classes["projection"] = {"forward": fused.patch_forward}
 METHODS = {method for classes in WAYS.values() for methods in classes.values() for method in methods.values()}
 CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(WAYS, ATTENTIONS)))
 SECONDS = 4.0  # for all measurements together; the last round may take longer
@@ -138,12 +145,13 @@ def _layers(model: nn.Module) -> list[Any]:
 def _apply(model: nn.Module, choice: str) -> None:
     """Make a model plain, and then what the choice says."""
     attention, _, way = choice.partition("+")
-    for module in cast(Iterable[Any], model.modules()):
+    for path, module in cast(Iterable[tuple[str, Any]], model.named_modules()):
         # By name: a hook of accelerate keeps our method under another one, and calls it.
         ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
         for name in ("products", "packed", *ours) if ours else ():
             delattr(module, name)
-        faster = WAYS.get(way, {}).get(type(module).__name__)
+        name = path.rpartition(".")[2] if type(module) in (nn.Linear, nn.Conv2d) else type(module).__name__
+        faster = WAYS.get(way, {}).get(name)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
             module.products, module.packed = way, None
             for name, method in faster.items():
