@@ -172,9 +172,9 @@ class BatchedMuon(torch.optim.Muon):
                 self.state[parameter]["second_moment"] = torch.zeros_like(square, dtype=parameter.dtype)
         second_moments = [self.state[parameter]["second_moment"] for parameter in parameters]
         torch._foreach_lerp_(second_moments, squares.to(parameters[0].dtype).unbind(), 1 - beta2)
-        normalized = updates * torch.stack(second_moments).float().clamp(min=1e-10).rsqrt()
-        norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, normalized))
-        return normalized * torch.div(*norms).nan_to_num(0)  # an update of zeros stays
+        scales = torch.stack(second_moments).float().clamp(min=1e-10).rsqrt()
+        sums = (x.sum(dim=(1, 2), keepdim=True) for x in (squares, squares * scales.square()))
+        return updates * (scales * torch.div(*sums).sqrt().nan_to_num(0))  # an update of zeros stays
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
