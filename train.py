@@ -10,10 +10,9 @@ import sys
 from functools import partial
 
 import vit_scratch
-from hf_vit_scratch.training import run
 
 PROGRAM = "python train.py"
-main = partial(run.main, program=PROGRAM)
+main = partial(vit_scratch.load("hf_vit_scratch.training.run:main"), program=PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(vit_scratch.run(PROGRAM, main, sys.argv[1:]))

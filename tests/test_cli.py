@@ -1,5 +1,6 @@
 """The command `vit-scratch`."""
 
+import gc
 import subprocess
 import sys
 
@@ -23,6 +24,18 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
 def test_answer_without_a_model_needs_no_torch(argv):
     code = f"import sys, vit_scratch; vit_scratch.main({argv}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def test_imports_are_left_to_the_end_of_the_process():
+    code = "import gc, vit_scratch; vit_scratch.load('hf_vit_scratch.errors:UserError')"
+    code += "; assert gc.isenabled() and gc.get_freeze_count() > 100_000"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_command_of_an_imported_package_leaves_the_collector_alone():
+    frozen = gc.get_freeze_count()
+    assert vit_scratch.load("hf_vit_scratch.errors:UserError") is UserError
+    assert gc.get_freeze_count() == frozen
 
 
 def test_unknown_command_gets_the_list_and_an_error_code(capsys):
