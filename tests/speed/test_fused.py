@@ -116,6 +116,26 @@ def test_product_of_patches_is_their_convolution():
     torch.testing.assert_close(actual, convolution(pixels), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 4, "padding": 1}, {"stride": 4, "groups": 3}])
+def test_users_other_convolution_stays_one(options):
+    convolution = nn.Conv2d(3, 6, kernel_size=4, **options)
+    pixels = torch.randn(2, 3, 12, 12)
+    assert torch.equal(fused.patch_forward(convolution, pixels), convolution(pixels))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_users_layers_without_a_bias_are_compiled(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(fused, "BIAS_COMES_LAST", True)
+    plain = build(dtype=torch.float64)
+    for layer in plain.vit.layers:
+        layer.mlp.fc2.bias = None
+    fast = copy.deepcopy(plain)
+    optimize(fast, PIXELS, training=True, choice="sdpa+qkv", compile={"backend": "eager"})
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64)
+    torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("model_class", [ViTScratchForMaskedImageModeling, ViTScratchBackbone])
 @pytest.mark.parametrize("choice", TRAINING)
 def test_outputs_and_gradients_of_the_other_classes_are_the_same(choice, model_class):

@@ -60,7 +60,8 @@ def linear_forward(self: Any, x: Tensor) -> Tensor:
 
 def patch_forward(self: Any, pixels: Tensor) -> Tensor:
     """Return `nn.Conv2d.forward` of patches, as one product.  (B, C, height, width) -> (B, D, rows, cols)."""
-    if not _are_plain(pixels, ()) or type(self.weight) not in (nn.Parameter, Tensor):
+    cuts_patches = (self.stride, self.padding, self.dilation, self.groups) == (self.kernel_size, (0, 0), (1, 1), 1)
+    if not cuts_patches or not _are_plain(pixels, ()) or type(self.weight) not in (nn.Parameter, Tensor):
         return type(self).forward(self, pixels)
     if torch.is_autocast_enabled("cpu"):  # before the copy of patches
         pixels = pixels.to(torch.get_autocast_dtype("cpu"))
@@ -232,8 +233,8 @@ class _EagerAttention(torch.autograd.Function):
         return pair_grad, torch.bmm(attn_weights.mT, grad).view(value.shape), None
 
 
-def _product_and_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    if not (BIAS_COMES_LAST and x.is_cpu and torch.compiler.is_compiling()):
+def _product_and_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None or not (BIAS_COMES_LAST and x.is_cpu and torch.compiler.is_compiling()):
         return F.linear(x, weight, bias)
     product = F.linear(x, weight)
     return product + bias.to(product.dtype)
