@@ -2,9 +2,9 @@
 
 Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
 adapter, a hook, a quantized weight. It decides at every call, because adapters and hooks may come later.
-`attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there; a mask,
-another device or a compiler makes them plain, too, like `patch_forward`, which is for both. `project` and
-`linear_forward` are for compiled layers.
+`attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there, and
+`patch_forward` for both; a mask, another device or a compiler makes them plain, too. `project` and `linear_forward`
+are for compiled layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 ATTENTIONS = ("eager", "sdpa")  # that these methods compute
-# torch copies a bias into the result before the product. Where products are this fast, the copies are 5% of a step.
+# torch copies a bias into the result before the product, which takes long where products are this fast
+# (benchmarks/2026-11-25_layers_cpu.md).
 BIAS_COMES_LAST = torch.cpu.get_capabilities().get("amx_bf16", False)
 PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
 

@@ -150,8 +150,8 @@ def _apply(model: nn.Module, choice: str) -> None:
         ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
         for name in ("products", "packed", *ours) if ours else ():
             delattr(module, name)
-        name = path.rpartition(".")[2] if type(module) in (nn.Linear, nn.Conv2d) else type(module).__name__
-        faster = WAYS.get(way, {}).get(name)
+        key = path.rpartition(".")[2] if type(module) in (nn.Linear, nn.Conv2d) else type(module).__name__
+        faster = WAYS.get(way, {}).get(key)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
             module.products, module.packed = way, None
             for name, method in faster.items():
