@@ -109,13 +109,6 @@ def test_patches_and_weights_are_one_product(choice, monkeypatch):
     fast(PIXELS)
 
 
-def test_product_of_patches_is_their_convolution():
-    convolution = nn.Conv2d(3, 5, kernel_size=(2, 4), stride=(2, 4), dtype=torch.float64)
-    pixels = torch.randn(2, 3, 6, 8, dtype=torch.float64)
-    actual = fused.patch_forward(convolution, pixels)
-    torch.testing.assert_close(actual, convolution(pixels), rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 4, "padding": 1}, {"stride": 4, "groups": 3}])
 def test_users_other_convolution_stays_one(options):
     convolution = nn.Conv2d(3, 6, kernel_size=4, **options)
@@ -420,14 +413,34 @@ def test_who_looks_into_the_model_sees_the_plain_one(choice):
     plain, fast = (model.eval() for model in pair(choice))
     pixels = torch.randn_like(PIXELS)
 
-    counts = []
+    counts, exported = [], []
     for model in (plain, fast):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(pixels)
         counts.append(counter.get_total_flops())
+        with torch.no_grad():
+            exported.append(torch.export.export(model, (pixels,)).graph_module.code)
     assert counts[0] == counts[1]
-    exported = [torch.export.export(model, (pixels,)).graph_module.code for model in (fast, plain)]
     assert exported[0] == exported[1]
+
+
+@pytest.mark.parametrize("choice", ["eager+joined", "sdpa+convolution"])
+def test_autocast_leaves_float64_alone(choice):
+    plain, fast = pair(choice, dtype=torch.float64)
+    pixels = torch.randn_like(PIXELS, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(fast(pixels).logits, plain(pixels).logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@torch.no_grad()
+def test_packed_model_in_bfloat16_can_be_compiled_as_one_graph():
+    torch.compiler.reset()
+    _, fast = pair("sdpa+packed", dtype=torch.bfloat16)
+    pixels = torch.randn_like(PIXELS)
+    expected = fast.eval()(pixels).logits
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(pixels).logits, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's forward mode, of itself
@@ -435,7 +448,7 @@ def test_who_looks_into_the_model_sees_the_plain_one(choice):
 def test_forward_derivatives_are_those_of_the_plain_model(choice):
     pixels, tangents = torch.randn_like(PIXELS), []
     for model in pair(choice):
-        with forward_ad.dual_level():
+        with torch.set_grad_enabled(choice in TRAINING), forward_ad.dual_level():  # packed layers need it off
             output = model.eval()(forward_ad.make_dual(pixels, pixels)).logits
             tangents.append(forward_ad.unpack_dual(output).tangent)
     assert torch.equal(*tangents)

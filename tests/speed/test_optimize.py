@@ -118,6 +118,13 @@ def test_on_a_cpu_layers_compiled_for_training_join_query_key_and_value(times, t
     assert optimize(build(), PIXELS, training=training, compile={"backend": "eager"}).choice == expected
 
 
+def test_without_a_compiler_the_choice_is_that_of_uncompiled_layers(times, monkeypatch):
+    monkeypatch.setattr(speed, "can_compile", lambda device: False)
+    times(eager_joined=0.5)
+    optimization = optimize(build(), PIXELS, training=True, compile=True)
+    assert (optimization.choice, optimization.compiled) == ("eager+joined", False)
+
+
 def test_sizes_may_be_compiled_as_dynamic(monkeypatch):
     options = {}
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **given: options.update(given))
@@ -240,6 +247,16 @@ def test_forward_that_another_library_has_replaced_stays():
     assert "forward" in vars(model.vit.layers[1])
 
 
+@pytest.mark.parametrize("choice", speed.CHOICES)
+def test_users_own_layers_of_our_names_stay(choice):
+    model = build()
+    model.classifier = torch.nn.ModuleDict({"projection": torch.nn.Conv2d(3, 4, 2, stride=2)})
+    model.classifier["fc2"] = torch.nn.Linear(4, 4)
+    optimize(model, PIXELS, choice=choice)
+    assert not any("forward" in vars(layer) for layer in model.classifier.values())
+
+
+@torch.no_grad()
 def test_hook_that_comes_later_keeps_the_method_it_calls():
     optimization = optimize(build().eval(), PIXELS, choice="sdpa+packed")
     expected = optimization.model(PIXELS).logits
@@ -283,6 +300,7 @@ def test_copies_are_fast_with_their_own_weights():
     with torch.no_grad():
         expected = optimize(copy.deepcopy(copied), PIXELS, choice="plain").model(PIXELS).logits
         torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert copied.vit.layers[0].packed is not None
 
 
 def test_model_of_another_library_is_refused():
@@ -295,7 +313,9 @@ def test_fast_model_can_be_pickled():
     optimize(model, PIXELS, choice="sdpa+packed")
     with torch.no_grad():
         expected = model(PIXELS).logits
-        torch.testing.assert_close(pickle.loads(pickle.dumps(model))(PIXELS).logits, expected)
+        loaded = pickle.loads(pickle.dumps(model))
+        torch.testing.assert_close(loaded(PIXELS).logits, expected)
+    assert loaded.vit.layers[0].packed is not None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
@@ -324,6 +344,14 @@ def test_all_layers_share_one_compiled_graph(choice, rate):
     model(PIXELS)
 
     assert len(graphs) == 1
+
+
+def test_users_own_drop_path_stays_when_layers_are_compiled():
+    model = build(drop_path_rate=0.5).train()
+    for layer in model.vit.layers:
+        layer.drop_path = torch.nn.Identity()
+    optimize(model, PIXELS, training=True, compile={"backend": "eager"}, choice="sdpa")
+    assert all(type(layer.drop_path) is torch.nn.Identity for layer in model.vit.layers)
 
 
 def test_stochastic_depth_of_compiled_layers_drops_whole_images():

@@ -38,10 +38,8 @@ def attention_forward(
     drops = self.training and self.config.attention_probs_dropout_prob > 0
     if special or drops or not _are_plain(hidden_states, (*projections, self.o_proj), (self.q_norm, self.k_norm)):
         return type(self).forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
-    if torch.is_autocast_enabled("cpu"):  # which would cast the hidden states three times
-        hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
     weight, bias = _joined(projections)
-    joined = _linear(hidden_states, weight, bias, self.products)
+    joined = _linear(_as_autocast(hidden_states), weight, bias, self.products)  # cast once instead of three times
     context = _attention(joined, self, position_embeddings)
     return _linear(context, self.o_proj.weight, self.o_proj.bias, self.products), None
 
@@ -64,10 +62,8 @@ def patch_forward(self: Any, pixels: Tensor) -> Tensor:
     cuts_patches = (self.stride, self.padding, self.dilation, self.groups) == (self.kernel_size, (0, 0), (1, 1), 1)
     if not cuts_patches or not _are_plain(pixels, ()) or type(self.weight) not in (nn.Parameter, Tensor):
         return type(self).forward(self, pixels)
-    if torch.is_autocast_enabled("cpu"):  # before the copy of patches
-        pixels = pixels.to(torch.get_autocast_dtype("cpu"))
     height, width = self.kernel_size
-    patches = pixels.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # (B, C, rows, height, cols, width)
+    patches = _as_autocast(pixels).unflatten(3, (-1, width)).unflatten(2, (-1, height))
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, cols, values of a patch)
     return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -82,7 +78,7 @@ def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def layer_forward(
     self: Any,
-    hidden_states: Tensor,
+    x: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: PositionEmbeddings = None,
     **kwargs: Any,
@@ -91,23 +87,11 @@ def layer_forward(
 
     Parameters are copied at the first call, and again when one of them has another storage or version.
     """
-    x, part, mlp, norms = hidden_states, self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
-    kinds = [type(one).__name__ for one in (part, mlp, self.dropout, self.drop_path)]
-    is_ours = kinds == ["ViTScratchAttention", "ViTScratchMLP", "Dropout", "ViTScratchDropPath"]
-    if not is_ours or part.config._attn_implementation not in ATTENTIONS:
-        return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
-    linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
-    special = attention_mask is not None or kwargs or part.is_causal
-    drops = (self, part, self.dropout, self.drop_path)
-    trains = any(m.training for m in drops) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    others = (*norms, *drops[1:], part.q_norm, part.k_norm, mlp, mlp.activation)
-    has_products = x.dtype == torch.float32 or (
-        x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
-    )
-    is_plain = has_products and _are_plain(x, linear, others) and x.dtype == part.o_proj.weight.dtype
-    if special or trains or not is_plain:
+    part, mlp, norms = self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
+    if attention_mask is not None or kwargs or not _can_be_packed(self, x):
         self.packed = None
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
+    linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
     copied = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
     state = [(parameter.data_ptr(), parameter._version) for parameter in copied]
     packed = self.packed  # which another thread may replace
@@ -248,6 +232,30 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Te
     # torch gives convolutions to oneDNN, with their gradients. The tokens are its image, of height 1 and width N.
     image = x.transpose(1, 2).unsqueeze(2)  # (B, D, 1, N)
     return F.conv2d(image, weight[:, :, None, None], bias).squeeze(2).transpose(1, 2)
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Return the input of a product as autocast would make it; it leaves float64 alone."""
+    is_cast = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype("cpu")) if is_cast else x
+
+
+def _can_be_packed(layer: Any, x: Tensor) -> bool:
+    """Return whether a layer is as its class makes it, and infers in a precision for which oneDNN has products."""
+    part, mlp, drops = layer.attention, layer.mlp, (layer.dropout, layer.drop_path)
+    kinds = [type(one).__name__ for one in (part, mlp, *drops)]
+    is_ours = kinds == ["ViTScratchAttention", "ViTScratchMLP", "Dropout", "ViTScratchDropPath"]
+    if not is_ours or part.is_causal or part.config._attn_implementation not in ATTENTIONS:
+        return False
+    linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
+    others = (layer.layernorm_before, layer.layernorm_after, part, *drops, part.q_norm, part.k_norm, mlp)
+    trains = any(one.training for one in (layer, part, *drops)) or torch.is_grad_enabled()
+    if trains or torch.is_autocast_enabled("cpu") or not _are_plain(x, linear, (*others, mlp.activation)):
+        return False
+    has_products = x.dtype == torch.float32 or (
+        x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
+    )
+    return has_products and x.dtype == part.o_proj.weight.dtype
 
 
 class _PackedWeights:

@@ -24,13 +24,13 @@ from .fused import ATTENTIONS
 from .hardware import can_compile
 
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
-# The faster methods of each class of the model, or of each layer of this name. Models loaded with remote code have
-# classes of the same names.
+# The faster methods of each class of the model, or of each layer with this end of its path. Models loaded with remote
+# code have classes of the same names.
 WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
     "qkv": {
         "ViTScratchAttention": {"project": fused.project},
-        "o_proj": {"forward": fused.linear_forward},
-        "fc2": {"forward": fused.linear_forward},
+        "attention.o_proj": {"forward": fused.linear_forward},
+        "mlp.fc2": {"forward": fused.linear_forward},
     },
     "joined": {"ViTScratchAttention": {"forward": fused.attention_forward}},
     "convolution": {
@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
     "packed": {"ViTScratchLayer": {"forward": fused.layer_forward}},
 }
 for classes in WAYS.values():
-    classes["projection"] = {"forward": fused.patch_forward}
+    classes["patch_embeddings.projection"] = {"forward": fused.patch_forward}
 METHODS = {method for classes in WAYS.values() for methods in classes.values() for method in methods.values()}
 CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(WAYS, ATTENTIONS)))
 SECONDS = 4.0  # for all measurements together; the last round may take longer
@@ -110,11 +110,13 @@ def optimize(
     if not _layers(model):
         raise ValueError(f"optimize is for models of this package, got {type(model).__name__}.")
     attention, ratios = cast(str, model.config._attn_implementation), dict[str, float]()
-    start = time.perf_counter()
+    device, start = example_batch.device.type, time.perf_counter()
+    options = {"backend": "inductor", "dynamic": False, **(compile if isinstance(compile, dict) else {})}
+    compiled = bool(compile) and (options["backend"] != "inductor" or can_compile(device))
     _apply(model, attention)
     if choice == "auto":
-        choice, ratios = _choose(model, example_batch, training, bool(compile), images)
-        if compile and (training or example_batch.device.type != "cpu"):
+        choice, ratios = _choose(model, example_batch, training, compiled, images)
+        if compiled and (training or device != "cpu"):
             choice += "+qkv"
     elif choice == "plain":
         choice = attention
@@ -122,11 +124,10 @@ def optimize(
         raise ValueError(f"{choice!r} is not a choice of speed. Choose auto, plain, {', '.join(CHOICES)}.")
     seconds = time.perf_counter() - start
     _apply(model, choice)
-    options = {"backend": "inductor", "dynamic": False, **(compile if isinstance(compile, dict) else {})}
-    can = "packed" not in choice and (options["backend"] != "inductor" or can_compile(example_batch.device.type))
-    compiled = bool(compile) and can
+    compiled = compiled and "packed" not in choice
     for layer in _layers(model) if compiled else ():
-        if layer.attention.config.drop_path_rate:  # which then differs from layer to layer
+        # Its probability differs from layer to layer.
+        if layer.attention.config.drop_path_rate and type(layer.drop_path).__name__ == "ViTScratchDropPath":
             layer.drop_path = fused.DropPath(layer.drop_path.p).train(layer.training)
         layer.compile(**options)
     return Optimization(model, choice, ratios, seconds, attention, compiled)
@@ -150,7 +151,8 @@ def _apply(model: nn.Module, choice: str) -> None:
         ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
         for name in ("products", "packed", *ours) if ours else ():
             delattr(module, name)
-        key = path.rpartition(".")[2] if type(module) in (nn.Linear, nn.Conv2d) else type(module).__name__
+        is_layer = type(module) in (nn.Linear, nn.Conv2d)
+        key = ".".join(path.split(".")[-2:]) if is_layer else type(module).__name__
         faster = WAYS.get(way, {}).get(key)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
             module.products, module.packed = way, None
