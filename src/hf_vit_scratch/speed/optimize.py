@@ -89,7 +89,8 @@ def optimize(
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
     repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing. Layers
     that are compiled for training, or for another device, get query, key and value from one product. Parameters,
-    their names, hooks, adapters and exports work as before. In a distributed run, all processes call it.
+    their names, hooks, adapters and exports work as before, but a hook on an attention or a layer may see `None` for
+    its weights. In a distributed run, all processes call it.
 
     For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
     without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
