@@ -65,8 +65,9 @@ def main() -> None:
     each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
     print(f"{metrics['hardware']}. {metrics['versions']}.")
     print(
-        f"| {date.today()} | `{commit}` |{flags} | {statistics.mean(accuracies):.1f} ({each}) "
-        f"| {statistics.mean(mirrored):.1f} | {min(seconds):.0f} to {max(seconds):.0f} |"
+        f"| CPU | {args.minutes:g} | {date.today()} | `{commit}` |{flags} "
+        f"| {statistics.mean(accuracies):.1f} ({each}) | {statistics.mean(mirrored):.1f} "
+        f"| {min(seconds):.0f} to {max(seconds):.0f} |"
     )
 
 

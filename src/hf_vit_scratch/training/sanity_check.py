@@ -1,4 +1,4 @@
-"""Check the data and try the model for a minute, before a long run."""
+"""Check the data and try the model for a minute and a half, before a long run."""
 
 import itertools
 import math
