@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import vit_scratch
 from hf_vit_scratch.conversion import export_proof
 from hf_vit_scratch.data.sources import load_digits
 from hf_vit_scratch.training import sanity_check
-from hf_vit_scratch.training.recipe import parse_recipe
+from hf_vit_scratch.training.recipe import RECIPES, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -150,8 +151,28 @@ def test_readme_fits_on_a_few_screens_in_short_sentences():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)#\s\"]+)", text):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)#\s\"]*)#?([^)\s\"]*)", text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.+)", linked.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, (target, anchor)
+
+
+def test_readme_has_the_figures_of_the_recipes():
+    rows = re.findall(r"^\| `(\w+)`.* (\d+\.\d%) \(.*seeds?\)", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 5
+    for name, figure in rows:
+        assert f"test accuracy {figure}" in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), name
+
+
+@pytest.mark.slow
+def test_readme_names_what_a_run_leaves(things):
+    _, section = PAGES[0].read_text(encoding="utf-8").split("## What a run leaves")
+    named = re.findall(r"`([^`]+)`", section.partition("## ")[0])
+    named += ["preprocessor_config.json", "*_vit_scratch.py"]  # the image processor and the code
+    for path in (things / "runs" / "my_photos").iterdir():
+        assert any(fnmatch(path.name, name) for name in named), path
 
 
 @pytest.mark.slow

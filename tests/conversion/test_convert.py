@@ -216,8 +216,9 @@ def test_timm_file(options, wrapping, tmp_path, capsys):
     assumed = "assumed, as the file does not say it: square images, 4 attention heads, layer_norm_eps 1e-6, GELU"
     assert assumed in printed
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
-    pixel_values = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(ours(pixel_values).logits, theirs(pixel_values), rtol=0, atol=1e-3)
+    pixel_values = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    logits = ours.double()(pixel_values).logits
+    torch.testing.assert_close(logits, theirs.double()(pixel_values), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"representation_size": 9}], ids=str)
@@ -230,8 +231,9 @@ def test_torchvision_file(options, tmp_path, capsys):
 
     assert "preprocessor_config.json prepares images" in capsys.readouterr().out
     ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
-    pixel_values = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(ours(pixel_values).logits, theirs(pixel_values), rtol=0, atol=1e-3)
+    pixel_values = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    logits = ours.double()(pixel_values).logits
+    torch.testing.assert_close(logits, theirs.double()(pixel_values), rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
@@ -244,8 +246,9 @@ def test_file_of_an_encoder_for_images_that_are_not_square(tmp_path):
 
     ours = AutoModel.from_pretrained(tmp_path / "ours")
     assert ours.config.image_size == [12, 20]
-    pixel_values = torch.randn(2, 3, 12, 20)
-    torch.testing.assert_close(ours(pixel_values).pooler_output, theirs(pixel_values), rtol=0, atol=1e-3)
+    pixel_values = torch.randn(2, 3, 12, 20, dtype=torch.float64)
+    pooled = ours.double()(pixel_values).pooler_output
+    torch.testing.assert_close(pooled, theirs.double()(pixel_values), rtol=0, atol=1e-10)
 
 
 def test_attention_heads_of_a_published_size_are_known(tmp_path):

@@ -40,7 +40,7 @@ def test_temperature_has_the_least_cross_entropy_of_many():
 def test_few_images_without_a_mistake_leave_scores_nearly_as_they_are():
     logits = np.array([[3.0, 0.0], [0.0, 3.0], [2.0, 0.0]])
 
-    assert 0.5 < fit_temperature(logits, np.array([0, 1, 0])) < 1
+    assert 0.85 < fit_temperature(logits, np.array([0, 1, 0])) < 0.95
 
 
 def example(target=None, seed=0):

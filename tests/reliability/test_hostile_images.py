@@ -187,6 +187,7 @@ def test_predict_classifies_or_names_each_file(files, tmp_path, figure):
     assert status == 1
     assert len(results) == NUMBER
     broken = [result for result in results if "error" in result]
+    assert min(len(broken), NUMBER - len(broken)) > NUMBER / 10
     assert all(("error" in result) != ("predictions" in result) for result in results)
     assert all(Path(result["image"]).name in result["error"] for result in broken)
     assert peak < GIB

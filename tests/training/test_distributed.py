@@ -100,7 +100,29 @@ def test_two_processes_log_and_evaluate_as_one_does(tmp_path, two_processes):
 def test_accelerate_takes_the_shipped_configuration(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    assert load_config_from_file(str(path)).num_processes >= 2
+    config = load_config_from_file(str(path))
+
+    assert config.num_processes >= 2
+    assert config.distributed_type == ("FSDP" if path.stem == "fsdp2" else "MULTI_GPU")
+    assert config.mixed_precision == "no"  # the run chooses it for the machine
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"],
+    "accelerate": ["accelerate.commands.launch", "--cpu", "-m", "vit_scratch", "train"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_command_is_launched(launcher, tmp_path):
+    flags = ["--use_cpu", "true", "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], *ARGV, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["epoch"] > 0
 
 
 def agree(rank, folder):

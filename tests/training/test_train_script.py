@@ -344,29 +344,6 @@ def test_flags_that_do_not_fit_a_saved_model_are_named(run, choice, message, tmp
         train.main([str(recipe), "--model", str(run[0]), *choice, "--output_dir", str(tmp_path / "x"), *START])
 
 
-def test_run_is_resumed_from_its_newest_checkpoint(tmp_path):
-    argv = [
-        *SMALL,
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "8",
-        "--eval_strategy",
-        "no",
-        "--num_train_epochs",
-        "2",
-    ]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    expected = train.main([*argv, "--output_dir", str(whole)])
-    stopped.mkdir()
-    (whole / "checkpoint-16").rename(stopped / "checkpoint-16")  # as if stopped within the second of 11-step epochs
-
-    resumed = train.main([*argv, "--output_dir", str(stopped), "--resume_from_checkpoint", "true"])
-
-    assert resumed["test_loss"] == expected["test_loss"]
-    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
 def test_folder_of_a_finished_run_is_not_overwritten(run):
     before = (run[0] / "model.safetensors").read_bytes()
 
