@@ -50,7 +50,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):  # also refuses NaN
             raise ValueError(f"its grey values go from {low:g} to {high:g}, not from 0 to 255: save it with 8 bits")
     image = ImageOps.exif_transpose(image)
-    if image.mode != "RGBA" and "transparency" in image.info:  # a transparent color, which pipelines show as white
+    # Pipelines show one transparent color as white. If a palette has several, they show the colors beneath.
+    if image.mode != "RGBA" and isinstance(image.info.get("transparency"), int | tuple):
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
 
@@ -77,7 +78,7 @@ if __name__ == "__main__":
             continue
         scores = scores_of(image[None])[0]
         # Numbers keep their order; of classes, the best five are shown.
-        order = range(len(scores)) if facts["problem_type"] == "regression" else scores.argsort()[::-1][:5]
+        order = range(len(scores)) if facts["problem_type"] == "regression" else (-scores).argsort(kind="stable")[:5]
         predictions = [{"label": facts["labels"][i], "score": float(scores[i])} for i in order]
         print(json.dumps({"image": path, "predictions": predictions}))
     sys.exit(exit_code)
