@@ -180,7 +180,7 @@ def test_groups_never_cross_and_every_class_stays_in_train(table, fraction, seed
     try:
         cut_the_missing(DataArguments(validation_fraction=fraction, test_fraction=fraction), splits, groups, seed)
     except UserError as error:  # few large groups
-        assert "small enough to be cut" in str(error) or "too few images" in str(error)  # noqa: PT017
+        assert "small enough to be cut" in str(error) or "too few to cut" in str(error)  # noqa: PT017
         return
 
     for one, other in combinations(splits.values(), 2):
@@ -274,6 +274,15 @@ def test_group_that_is_chosen_for_a_rare_class_is_its_smallest():
     cut_the_missing(DataArguments(validation_fraction=0.05), splits, groups, 0)
 
     assert np.bincount(splits["validation"]["label"]).tolist() == [15, 5]  # two were wanted
+
+
+def test_group_that_was_chosen_for_one_class_serves_the_next():
+    labels, groups = np.repeat([0, 1, 0, 1, 1], [4, 4, 4, 4, 3]), np.repeat([0, 1, 2], [8, 8, 3])
+    splits = {"train": rows_of([Image.new("L", (2, 2))] * 19, labels), "test": rows_of([Image.new("L", (2, 2))])}
+
+    cut_the_missing(DataArguments(validation_fraction=0.1), splits, groups, 0)
+
+    assert np.bincount(splits["validation"]["label"]).tolist() == [4, 4]
 
 
 def test_class_without_a_test_image_is_named(tmp_path, caplog):

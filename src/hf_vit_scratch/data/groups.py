@@ -163,7 +163,7 @@ def cut_the_missing(args: DataArguments, splits: dict[str, Any], groups: NDArray
     for name, fraction in fractions.items():
         if name not in splits:
             wanted = np.maximum(1, np.rint(fraction * counts).astype(int))
-            is_cut = _choose(args.data, splits[source], groups, wanted, seed)
+            is_cut = _choose(f"{args.data}: {source}", splits[source], groups, wanted, seed)
             splits[name] = splits[source].select(np.flatnonzero(is_cut))
             splits[source], groups = splits[source].select(np.flatnonzero(~is_cut)), groups[~is_cut]
             number, how = len(splits[name]), ", in whole groups" if args.group_by else ""
@@ -186,7 +186,7 @@ def _strata(rows: Dataset) -> NDArray[Any]:
     return targets if targets.ndim == 1 else np.zeros(len(targets), int)
 
 
-def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any], seed: int) -> NDArray[np.bool_]:
+def _choose(source: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any], seed: int) -> NDArray[np.bool_]:
     """Choose about `wanted[c]` rows of each class c, in whole groups, but leave one of each class.
 
     Groups come in random order. One is chosen if that brings the counts closer to those wanted. For a class that has
@@ -199,9 +199,8 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
         are_numbers = all(name.lstrip("-").isdigit() for name in names)
         advice = " If they are quantities, write them with a decimal point, such as 3.0." if are_numbers else ""
         raise UserError(
-            f"{data}: the class {names[alone[0]]!r} has too few images to cut a "
-            "validation and a test split from the training images: one is left. Add images, or give splits of "
-            f"your own (folders train, val and test).{advice}"
+            f"{source} has one image of {names[alone[0]]!r}, too few to cut another split from it. Add images, or "
+            f"give splits of your own (folders train, val and test).{advice}"
         )
     _, group_of = np.unique(groups, return_inverse=True)
     order = group_of.argsort(kind="stable")
@@ -226,12 +225,14 @@ def _choose(data: str, rows: Dataset, groups: NDArray[Any], wanted: NDArray[Any]
         if distance(number) < 0:
             choose(number)
     for label in np.setdiff1d(np.flatnonzero(wanted > 0), labels[chosen]):
+        if (labels[chosen] == label).any():  # by a group that was chosen for another class
+            continue
         nearest = min(np.unique(group_of[labels == label]), key=distance)
         if distance(nearest) < math.inf:
             choose(nearest)
     if not chosen.any():
         raise UserError(
-            f"{data}: none of the {len(members)} groups of images is small enough to be cut. Use larger fractions, "
+            f"{source}: none of the {len(members)} groups of images is small enough to be cut. Use larger fractions, "
             "other groups, --near_duplicates ignore, or splits of your own (folders train, val and test)."
         )
     return chosen
