@@ -1,6 +1,7 @@
 """What a model attends to: known attention gives known results, and relevance lies on the square to be found."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hf_vit_scratch.interpretation import attention_maps
 from hf_vit_scratch.interpretation.attention_maps import (
     attention,
     class_attention,
+    draw_position_similarity,
     over_patches,
     patch_filters,
     position_similarity,
@@ -244,6 +246,12 @@ def test_position_similarity_is_the_cosine_of_the_two_patches(kind):
     assert_equal(similarity[1, 2, 3, 0], expected)
 
 
+@pytest.mark.parametrize(("side", "which"), [(16, "each patch"), (24, "one patch in every 2x2")])
+def test_figure_of_position_similarity_says_which_patches_it_shows(side, which):
+    figure = draw_position_similarity(torch.eye(side * side).view(side, side, side, side))
+    assert " ".join(figure.get_suptitle().split()) == f"Position embeddings: one map for {which}, at its place"
+
+
 def test_patch_filters_are_the_principal_components():
     model = classifier(hidden_size=64)
     weight = model.vit.embeddings.patch_embeddings.projection.weight.detach()
@@ -339,7 +347,12 @@ def test_map_is_that_of_the_class_even_if_another_one_has_its_name(photographs):
     attention_maps.draw_image(pipe, photographs[0])["class_attention"].savefig(io.BytesIO())
 
 
-def test_the_command_names_an_image_that_it_cannot_decode(saved, tmp_path, capsys):
-    (tmp_path / "broken.jpg").write_text("no image")
-    assert vit_scratch.main(["explain", str(saved), str(tmp_path / "broken.jpg"), "--output_dir", str(tmp_path)]) == 2
-    assert "broken.jpg" in capsys.readouterr().err
+def test_the_command_names_an_image_that_it_cannot_decode_and_goes_on(saved, tmp_path, photographs, capsys):
+    files = [tmp_path / "broken.jpg", tmp_path / "photo.jpg"]
+    files[0].write_text("no image")
+    photographs[0].save(files[1])
+
+    assert vit_scratch.main(["explain", str(saved), *map(str, files), "--output_dir", str(tmp_path / "out")]) == 1
+
+    assert re.fullmatch(r"vit-scratch explain: .*/broken\.jpg cannot .* \(.*\)\.\n", capsys.readouterr().err)
+    assert (tmp_path / "out" / "2_photo_rollout.png").is_file()

@@ -8,6 +8,7 @@ rows x cols patches.
 
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ImageClassificationPipeline
 
-from ..data.images import decode_image, denormalize, local_path
+from ..data.images import ADVICE, decode_image, denormalize, local_path
+from ..errors import UserError
 from ..evaluation.figures import new_figure
 from ..evaluation.predict import classes_by_number, find_images, load_classifier, model_parser, refuse_other_models
 from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
@@ -269,11 +271,12 @@ def draw_over_image(image: NDArray[np.uint8], maps: Mapping[str, Tensor]) -> Fig
 
 
 def draw_position_similarity(similarity: Tensor) -> Figure:
-    """Draw similarities (rows, cols, rows, cols): one small map for each patch at its place."""
+    """Draw similarities (rows, cols, rows, cols): one small map for each patch, or some, at its place."""
     rows, cols = similarity.shape[:2]
     step = math.ceil(max(rows, cols) / 16)  # more maps would be too small
     maps = similarity[::step, ::step].cpu().numpy()
-    title = "Position embeddings: one map for each patch, at its place"
+    which = "each patch" if step == 1 else f"one patch in every {step}x{step}"
+    title = f"Position embeddings: one map for {which}, at its place"
     figure, axes, shown = _draw_grid(maps, (6.5, 0.7 + 5.4 * rows / cols), title, cmap="cividis", vmin=-1, vmax=1)
     figure.colorbar(shown, ax=axes, label="cosine similarity")
     return figure
@@ -306,8 +309,8 @@ def draw_image(classifier: ImageClassificationPipeline, image: Image.Image) -> d
     }
 
 
-def main(argv: list[str]) -> None:
-    """Run `vit-scratch explain`."""
+def main(argv: list[str]) -> int:
+    """Run `vit-scratch explain`, and return 1 if an image could not be decoded, otherwise 0."""
     parser = model_parser("vit-scratch explain", __doc__)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, and globs in quotes")
     parser.add_argument("--output_dir", type=local_path, required=True, metavar="DIR", help="folder for the PNG files")
@@ -315,8 +318,15 @@ def main(argv: list[str]) -> None:
     files = find_images(args.images)
     classifier = load_classifier(args.model, args.device)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    exit_code = 0
     for number, file in enumerate(files, 1):  # two in different folders may have one name
-        figures = draw_image(classifier, decode_image({"path": file, "bytes": None}, file))
+        try:
+            image = decode_image({"path": file, "bytes": None}, file)
+        except UserError as error:
+            print(f"vit-scratch explain: {str(error).removesuffix(ADVICE)}", file=sys.stderr)
+            exit_code = 1
+            continue
+        figures = draw_image(classifier, image)
         _save({f"{number}_{Path(file).stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
     model: Any = classifier.model
     figures = {
@@ -324,6 +334,7 @@ def main(argv: list[str]) -> None:
         "patch_filters": draw_filters(patch_filters(model)),
     }
     _save(figures, args.output_dir)
+    return exit_code
 
 
 def _save(figures: Mapping[str, Figure], folder: Path) -> None:
