@@ -1,8 +1,14 @@
-import pytest
-from huggingface_hub.errors import StrictDataclassError
-from transformers import ViTConfig
+import importlib
+import json
+import logging
 
-from hf_vit_scratch import ViTScratchConfig
+import pytest
+from helpers import TINY
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModel, ViTConfig
+
+from hf_vit_scratch import ViTScratchConfig, ViTScratchModel
+from hf_vit_scratch.model.configuration_vit_scratch import AUTO_MAP
 
 
 def test_defaults_are_those_of_transformers_vit():
@@ -166,3 +172,27 @@ def test_attribute_that_was_set_later_is_saved_and_loads_again_though_it_looks_l
     config.save_pretrained(tmp_path)
 
     assert ViTScratchConfig.from_pretrained(tmp_path).layer_norm_epsilon == 1e-5
+
+
+def test_code_of_a_subclass_is_saved_beside_ours(tmp_path, monkeypatch):
+    imports = "from hf_vit_scratch import ViTScratchForImageClassification"
+    (tmp_path / "my_vit.py").write_text(f"{imports}\n\nclass MyViT(ViTScratchForImageClassification):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    my_class = importlib.import_module("my_vit").MyViT
+    my_class.register_for_auto_class("AutoModelForImageClassification")
+
+    my_class(ViTScratchConfig(**TINY)).save_pretrained(tmp_path / "saved")
+
+    auto_map = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
+    assert auto_map == AUTO_MAP | {"AutoModelForImageClassification": "my_vit.MyViT"}
+    code = {"configuration_vit_scratch.py", "modeling_vit_scratch.py", "my_vit.py"}
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == code
+
+
+def test_loading_of_remote_code_warns_of_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    ViTScratchModel(ViTScratchConfig(**TINY)).save_pretrained(tmp_path)
+
+    AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+
+    assert caplog.text == ""

@@ -43,6 +43,17 @@ def build(**fields):
     return randomize_(ViTScratchForImageClassification(ViTScratchConfig(**TINY | fields)), 0.3)
 
 
+def test_flag_of_transformers_vit_does_not_make_layers_slow():
+    model = build().eval()
+    optimize(model, PIXELS, choice="sdpa+packed")
+
+    with torch.inference_mode():
+        logits = model(PIXELS, interpolate_pos_encoding=True).logits
+
+        assert model.vit.layers[0].packed is not None
+        assert torch.equal(logits, model(PIXELS).logits)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_choice_is_measured_relative_to_the_plain_model(training):
     optimization = optimize(build(), PIXELS, training=training)

@@ -177,11 +177,13 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
         """
         # Not by the models' `_auto_class`: it writes the entry of one class only, and of a model that is wrapped by
         # FSDP transformers would save the code of the wrapper.
-        self.auto_map = dict(AUTO_MAP)
-        modeling = Path(__file__).with_name("modeling_vit_scratch.py")
-        if modeling.is_file():  # it is not where only a configuration was fetched from the Hub
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(modeling, Path(save_directory) / modeling.name)
+        folder, entries = Path(save_directory), dict(getattr(self, "auto_map", None) or {})
+        written = {name: path for name, path in entries.items() if (folder / f"{path.partition('.')[0]}.py").is_file()}
+        self.auto_map = AUTO_MAP | written  # of a subclass, whose file transformers has saved
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("configuration_vit_scratch.py", "modeling_vit_scratch.py"):
+            if (code := Path(__file__).with_name(name)).is_file():  # a configuration may have come from the Hub alone
+                shutil.copyfile(code, folder / name)
         super().save_pretrained(save_directory)
         if push_to_hub:  # transformers' own `push_to_hub=True` would leave out the file that is copied above
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)

@@ -363,7 +363,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         if not is_object and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif is_object and pretrained_model_name_or_path is not None:
-            fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **kwargs)
+            options = kwargs | {"trust_remote_code": None}  # of which transformers would say that it has no effect
+            fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **options)
             saved = type(config).from_dict(fields) if fields else config  # an adapter's folder has no config.json
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
                 image_size, config = config.image_size, copy.deepcopy(config)
@@ -426,7 +427,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width), normalized, of any size that the patch size divides. Unlike in
-                transformers' ViT, positions are interpolated without asking.
+                transformers' ViT, positions are interpolated without asking (`interpolate_pos_encoding=True`).
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`; if so, this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
@@ -441,7 +442,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
-        options: dict[str, Any] = {**kwargs}
+        options: dict[str, Any] = {name: value for name, value in kwargs.items() if name != "interpolate_pos_encoding"}
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
         if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)

@@ -33,9 +33,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `ViTScratchAttention.forward`, with one product for query, key and value."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
-    special = attention_mask is not None or kwargs or self.is_causal
-    special = special or self.config._attn_implementation not in ATTENTIONS
-    drops = self.training and self.config.attention_probs_dropout_prob > 0
+    config = self.config
+    special = attention_mask is not None or kwargs or self.is_causal or config._attn_implementation not in ATTENTIONS
+    drops = self.training and config.attention_probs_dropout_prob > 0
     if special or drops or not _are_plain(hidden_states, (*projections, self.o_proj), (self.q_norm, self.k_norm)):
         return type(self).forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
     weight, bias = _joined(projections)
