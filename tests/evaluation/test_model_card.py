@@ -255,6 +255,12 @@ def test_error_of_small_numbers_has_digits():
     assert [text["test mean absolute error"] for text in texts] == ["0.0003123", "12345.000"]
 
 
+def test_metadata_name_the_split_that_was_tested(finished_run, tmp_path):
+    card = make_card([finished_run("a", test_split="validation")], tmp_path / "card.md")
+
+    assert card.data.eval_results[0].dataset_split == "validation"
+
+
 @pytest.mark.parametrize(
     ("metrics", "is_run"),
     [
@@ -274,6 +280,12 @@ def test_folder_without_a_finished_run_is_refused(metrics, is_run, tmp_path, cap
     assert vit_scratch.main(["card", str(tmp_path), "--output", str(tmp_path / "card.md")]) == 2
 
     assert f"{tmp_path} holds no finished run of a classifier" in capsys.readouterr().err
+
+
+def test_card_is_no_folder(tmp_path, capsys):
+    assert vit_scratch.main(["card", "run", "--output", str(tmp_path)]) == 2
+
+    assert f"--output must be a file, but {tmp_path} is a folder." in capsys.readouterr().err
 
 
 def test_font_with_eastern_characters_is_added_if_there_is_one(monkeypatch):

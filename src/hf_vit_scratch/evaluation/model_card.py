@@ -52,6 +52,8 @@ def describe_machine() -> dict[str, str]:
     hardware = f"{number} core{'s' * (number > 1)} of {name}"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {hardware}"
+    elif torch.backends.mps.is_available():
+        hardware = f"Apple GPU, {hardware}"
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]
     return {"hardware": hardware, "versions": ", ".join(versions)}
 
@@ -85,7 +87,7 @@ def make_card(
         task_type="image-classification",
         dataset_type=dataset or "imagefolder",
         dataset_name=description,
-        dataset_split="test",
+        dataset_split=recipe.get("test_split") or "test",
         metric_type=metric,
         metric_value=round(sum(report[f"test_{metric}"] for report in reports) / len(reports), 6),
     )
@@ -135,9 +137,10 @@ def make_run_card(
 ) -> ModelCard:
     """Write the card of a run into its folder: that of `make_card` if it was tested, else a short one."""
     output, name = run / "README.md", name or run.resolve().name
-    if task == "image-classification" and not is_in_train and (run / "metrics.json").is_file():
+    is_tested = all((run / file).is_file() for file in ("metrics.json", "recipe.yaml"))  # by `vit-scratch train`
+    if task == "image-classification" and not is_in_train and is_tested:
         return make_card([run], output, name=name, license=license, tags=tags)
-    status = "It was not tested."
+    status = "This card has no test results."
     if is_in_train:
         status = "Its training goes on: these weights are not the last ones."
     elif task == "masked-image-modeling":
@@ -248,5 +251,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", help="description of the images, if they came from a local folder")
     parser.add_argument("--license", help="license identifier of the Hub, such as apache-2.0 (default: the run's)")
     args = parser.parse_args(argv)
+    if args.output.is_dir():
+        raise UserError(f"--output must be a file, but {args.output} is a folder.")
     make_card(args.runs, args.output, name=args.name, data=args.data, license=args.license)
     print(f"{args.output} and its figures are written.")
