@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+import vit_scratch
 from hf_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification
 from hf_vit_scratch.data.dataset import BatchTransform, ImageClassificationDataset
 from hf_vit_scratch.data.splits import load_splits
@@ -124,6 +125,17 @@ def test_model_with_an_adapter_beside_it_loads_as_in_transformers(tmp_path):
 
     assert loaded.config.image_size == 16
     assert any("lora_A" in name for name, _ in loaded.named_parameters())
+
+
+def test_space_of_an_adapter_is_refused(tmp_path, capsys):
+    base = ViTScratchForImageClassification(ViTScratchConfig(**SIZES, num_labels=10))
+    base.save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "model")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "model")
+
+    assert vit_scratch.main(["explore", str(tmp_path / "model"), "--write_space", str(tmp_path / "space")]) == 2
+
+    assert "--write_space needs a model without an adapter" in capsys.readouterr().err
 
 
 def test_card_of_an_adapter_is_not_that_of_a_model(digits, tmp_path):

@@ -13,6 +13,7 @@ from helpers import TINY, randomize_
 from safetensors.torch import save_file
 from timm.models import VisionTransformer as TimmVisionTransformer
 from timm.models import save_for_hf
+from torch.optim.swa_utils import AveragedModel
 from torchvision.models import VisionTransformer as TorchvisionVisionTransformer
 from torchvision.models import resnet18
 from transformers import (
@@ -181,6 +182,13 @@ def test_wrapped_names_of_a_file_are_unwrapped(prefix, tmp_path):
     save_file(state, tmp_path / "theirs.safetensors")
 
     assert convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "--num_attention_heads", "4") == 0
+
+
+def test_average_of_a_training_script_is_taken(tmp_path):
+    state = {"model": {}, "model_ema": AveragedModel(tiny_torchvision()).state_dict()}
+    torch.save(state, tmp_path / "theirs.pth")
+
+    assert convert(tmp_path / "theirs.pth", tmp_path / "ours", "--num_attention_heads", "4") == 0
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "model."])

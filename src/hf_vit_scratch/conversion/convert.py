@@ -80,7 +80,7 @@ def convert(source: str, destination: str, **unsaid: Any) -> None:
     Raises:
         UserError: The source cannot be read or converted, or the destination holds something.
     """
-    if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).iterdir())):
+    if Path(destination).exists() and (Path(destination).is_file() or any(Path(destination).glob("[!.]*"))):
         raise UserError(f"{destination} exists and is not an empty folder. Choose another destination.")
     is_weights = Path(source).is_file() or Path(source).suffix in (".safetensors", ".pth", ".bin")  # perhaps mistyped
     if any(unsaid.values()) and not is_weights:
@@ -215,6 +215,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
         raise UserError(f"{path} holds no weights by name.")
+    state.pop("n_averaged", None)  # of torch's AveragedModel
     wrappers = re.compile(r"^((module|_orig_mod|model)\.)+")  # of DDP, torch.compile and Lightning, in any order
     return {wrappers.sub("", name): state[name] for name in state} if all(map(wrappers.match, state)) else state
 

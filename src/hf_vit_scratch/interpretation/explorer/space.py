@@ -21,6 +21,8 @@ def write_space(classifier: ImageClassificationPipeline, name: str, space: Path)
     """Write a Hugging Face Space that holds the explorer, the model and this package, as a new folder."""
     if space.exists():
         raise UserError(f"--write_space must be a new folder, got {space}.")
+    if hasattr(classifier.model, "peft_config"):  # transformers would save the adapter alone
+        raise UserError("--write_space needs a model without an adapter: merge it first (docs/guides/lora.md).")
     shutil.copytree(PACKAGE, space / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     classifier.save_pretrained(space / "models" / name)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
