@@ -6,6 +6,7 @@ It stands beside the package, because importing the package loads torch. The lis
 import argparse
 import difflib
 import gc
+import io
 import os
 import re
 import sys
@@ -62,6 +63,8 @@ def load(path: str) -> Callable[..., Any]:
 
 def run(program: str, command: Callable[[list[str]], Any], argv: list[str]) -> int:
     """Run a command and return its exit code. A mistake of the user is printed as one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe of Windows may not know the letters of a class
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         result = command(argv)
         return result if isinstance(result, int) else 0  # training returns its metrics

@@ -1,6 +1,7 @@
 """The command `vit-scratch`."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,13 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
 def test_answer_without_a_model_needs_no_torch(argv):
     code = f"import sys, vit_scratch; vit_scratch.main({argv}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def test_letters_that_a_pipe_does_not_know_are_escaped():  # as on Windows
+    code = "import vit_scratch; vit_scratch.run('vit-scratch', lambda argv: print('猫'), [])"
+    command = [sys.executable, "-X", "utf8=0", "-c", code]
+    printed = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "cp1252"}, check=True)
+    assert printed.stdout.split() == [rb"\u732b"]
 
 
 def test_imports_are_left_to_the_end_of_the_process():

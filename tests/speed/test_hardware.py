@@ -121,6 +121,11 @@ def test_compiling_needs_a_compiler_and_the_header_files_of_python(device, varia
     assert not hardware.can_compile(device)
 
 
+def test_compiling_for_a_gpu_needs_triton(monkeypatch):
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
+    assert not hardware.can_compile("cuda")
+
+
 def test_threads_are_no_more_than_the_cores_that_a_container_allows(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(joblib, "cpu_count", lambda: 2)

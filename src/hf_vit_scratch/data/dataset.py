@@ -240,6 +240,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             images = np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)
             self._decode_into(torch.from_numpy(images))
             images.flush()  # or after a power cut, the file may have its name without its pixels
+            del images  # Windows renames no open file
             unfinished.rename(file)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Classify the images in files, folders and globs, as JSON lines or as a table.
 
     vit-scratch predict runs/digits photos --output photos.csv
-    vit-scratch predict runs/digits a_digit.png 'photos/**/*.jpg' --top_k 1 | head
+    vit-scratch predict runs/digits a_digit.png "photos/**/*.jpg" --top_k 1 | head
 
 In folders, at any depth, and in globs, the files with the suffix of an image are classified. A file given by its name
 is classified whatever its suffix. Results keep the order of the arguments; a folder or a glob is sorted by path.

@@ -7,6 +7,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Set
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def keep_freed_memory() -> bool:
     Nothing changes with another C library, nor if the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, `LD_PRELOAD`).
     """
     chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
-    if chosen or platform.libc_ver()[0] != "glibc":
+    if chosen or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_MMAP_MAX, 0))
@@ -58,7 +59,9 @@ def bf16_is_fast(device: str) -> bool:
 def can_compile(device: str) -> bool:
     """Return whether torch's compiler finds what it needs for this type of device."""
     compilers = [os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))]
-    if device != "cpu":  # Triton builds the launcher of its kernels in C
+    if device != "cpu":  # Triton, which not every system has, builds the launcher of its kernels in C
+        if find_spec("triton") is None:
+            return False
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     return any(map(shutil.which, compilers)) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
