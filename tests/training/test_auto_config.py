@@ -59,6 +59,7 @@ def test_broken_image_is_no_hindrance_to_the_choice(class_folders):
 @pytest.mark.parametrize("side", [20, 33, 64, 100, 223, 500])
 def test_chosen_size_enlarges_no_image_and_is_cut_into_whole_patches(side, device, monkeypatch):
     monkeypatch.setattr(ViTTrainingArguments, "device", torch.device(device))
+    monkeypatch.setattr(ViTTrainingArguments, "world_size", 1)
 
     chosen, _ = fitted([(side, side + 9), (side + 50, side), (side, side)])
 
@@ -75,6 +76,7 @@ def test_large_photographs_get_a_large_image_on_a_gpu_and_a_small_one_on_a_cpu(m
 
     on_cpu, lines = fitted(photographs)
     monkeypatch.setattr(ViTTrainingArguments, "device", torch.device("cuda"))
+    monkeypatch.setattr(ViTTrainingArguments, "world_size", 1)
     on_gpu, _ = fitted(photographs)
 
     assert (on_cpu["image_size"], on_gpu["image_size"]) == ([64], [224])
@@ -94,6 +96,12 @@ def test_null_of_a_size_leaves_the_choice():
     chosen, lines = fitted([(50, 50)], "--image_size", "null", "--hidden_size=null")
     assert (chosen["image_size"], chosen["hidden_size"]) == ([48], 128)
     assert lines[0].startswith("image_size 48")
+
+
+@pytest.mark.parametrize(("processes", "batch"), [(1, 128), (4, 32), (8, 16)])
+def test_few_images_are_shared_by_the_processes(processes, batch, monkeypatch):
+    monkeypatch.setattr(ViTTrainingArguments, "world_size", processes)
+    assert fitted([(32, 32)] * 500)[0]["per_device_train_batch_size"] == batch
 
 
 def test_few_images_come_in_smaller_batches():
@@ -317,23 +325,28 @@ def test_speed_is_measured_with_checkpointed_activations(monkeypatch):
     assert set(seen) == {True}
 
 
-def test_device_without_memory_for_the_measurement_says_what_to_change(class_folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch", "advice"),
+    [("16", "Start a new run .*_batch_size 8 --gradient_accumulation_steps 2. Or use"), ("1", "Use")],
+)
+def test_device_without_memory_for_the_measurement_says_what_to_change(
+    batch, advice, class_folders, tmp_path, monkeypatch
+):
     def run_out(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
     monkeypatch.setattr(auto_config, "images_per_second", run_out)
     argv = [YOUR_IMAGES, "--data", str(class_folders), "--output_dir", str(tmp_path / "run"), "--use_cpu", "true",
-            "--per_device_train_batch_size", "16"]  # fmt: skip
-    with pytest.raises(
-        UserError, match=r"ran out of memory with 16 images per batch\. .*_batch_size 8 --gradient_acc"
-    ):
+            "--per_device_train_batch_size", batch]  # fmt: skip
+    message = rf"ran out of memory with {batch} images per batch\. {advice} --gradient_checkpointing true"
+    with pytest.raises(UserError, match=message):
         train.main(argv)
 
 
 def measure_with_memory_for(images):
     def measure(config, args):
         if args.training.per_device_train_batch_size > images:
-            raise torch.OutOfMemoryError("no memory")
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)")
         return 100.0
 
     return measure
@@ -371,7 +384,7 @@ def test_batches_of_a_flag_do_not_shrink(monkeypatch):
     monkeypatch.setattr(auto_config, "measure_speed", measure_with_memory_for(20))
     args, recipe = parse_recipe([YOUR_IMAGES, "--per_device_train_batch_size", "64"])
     auto_config.fit_sizes(args, rows_of([(32, 32)] * 300), recipe)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+    with pytest.raises(RuntimeError, match="MPS backend out of memory"):
         auto_config.fit_length(args, model_config(args.model, ["a", "b"]), 300, recipe)
 
 

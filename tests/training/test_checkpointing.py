@@ -1,6 +1,8 @@
 """Complete checkpoints, on their own; damage is in tests/reliability/test_damaged_files.py."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_system_that_forbids_links_has_none(make, tmp_path, monkeypatch):
     folder = make(3, limit=1)
     assert complete_checkpoints(tmp_path) == [folder]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
+
+
+def test_system_that_replaces_no_link_has_the_new_one(make, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def refuse(source, target):
+        if Path(target).is_symlink():
+            raise PermissionError("Access is denied")
+        replace(source, target)
+
+    make(1, limit=None)
+    monkeypatch.setattr("os.replace", refuse)
+    make(2, limit=None)
+
+    assert (tmp_path / "last").resolve().name == "checkpoint-2"
 
 
 def test_copy_in_the_place_of_a_link_gives_way_to_the_next_link(make, tmp_path):

@@ -298,7 +298,9 @@ def test_model_without_a_run_needs_data(run, refused, tmp_path):
     for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / name).symlink_to(run[0] / name)
-    assert re.search(r"model holds no recipe\.yaml, .* Give --data\.$", refused(model=tmp_path / "model"))
+    assert re.search(
+        r"model holds no recipe\.yaml, .* Give --data, and MODEL first\.$", refused(model=tmp_path / "model")
+    )
 
 
 def test_model_that_crops_its_images_is_refused(run, refused, tmp_path):

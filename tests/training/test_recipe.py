@@ -227,7 +227,11 @@ def test_data_without_a_recipe_is_refused():
             ["--batch-size", "9"],
             r"Did you mean per_device_train_batch_size or auto_find_batch_size or per_device_eval_batch_size\?",
         ),
-        ("seed: 1", ["stray"], r"the command line: unexpected 'stray'\. Flags begin with --, and"),
+        (
+            "seed: 1",
+            ["stray"],
+            r"the command line: unexpected 'stray'\. A recipe comes first, flags begin with --, and",
+        ),
         (
             "seed: 1",
             ["--lr_scheduler_type", "cosin"],

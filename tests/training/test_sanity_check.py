@@ -185,19 +185,35 @@ def test_check_saves_memory_as_training_does(tmp_path, monkeypatch, without):
     assert {*seen} == {(True, 24), (True, 16)}  # 64 images by heart, in batches
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_images_are_learnt_in_the_precision_of_the_run(bf16, tmp_path, monkeypatch, without):
+    without("_trial", "data_report")
+    monkeypatch.setattr(sanity_check, "MAX_STEPS", 1)
+    seen = []
+    forward = ViTScratchLayer.forward
+    monkeypatch.setattr(
+        ViTScratchLayer, "forward",
+        lambda self, *given, **more: seen.append(torch.is_autocast_enabled("cpu")) or forward(self, *given, **more),
+    )  # fmt: skip
+    train.main([*SMALL, "--check", "true", "--output_dir", str(tmp_path / "run"), "--bf16", str(bf16),
+                "--speed_choice", "plain"])  # fmt: skip
+
+    assert {*seen} == {bf16}
+
+
 def test_images_learnt_in_batches_give_the_gradients_of_all(tmp_path, monkeypatch, without):
     without("_trial", "data_report")
     monkeypatch.setattr(sanity_check, "MAX_STEPS", 1)
     gradients = []
 
     class Optimizer(torch.optim.AdamW):
-        def step(self):
+        def step(self, closure=None):
             gradients.append([parameter.grad.clone() for parameter in self.param_groups[0]["params"]])
 
     monkeypatch.setattr(torch.optim, "AdamW", Optimizer)
     for size in ("24", "64"):
         train.main([*SMALL, "--check", "true", "--output_dir", str(tmp_path / size), "--speed_choice", "plain",
-                    "--per_device_train_batch_size", size])  # fmt: skip
+                    "--per_device_train_batch_size", size, "--bf16", "false"])  # fmt: skip
 
     for part, whole in zip(*gradients, strict=True):
         torch.testing.assert_close(part, whole, rtol=0, atol=1e-5)
@@ -238,5 +254,5 @@ def test_minutes_count_the_larger_images_of_later_training(capsys, tmp_path, mon
     train.main([*SMALL, "--data_report", "true", "--output_dir", str(tmp_path / "run"), "--num_train_epochs", "100",
                 "--initial_image_size", "4", "--initial_image_size_fraction", "0.5"])  # fmt: skip
 
-    # 1,295 images at first, half of the time with four times as many pixels
-    assert f"about {2.5 * 100 * 1295 / 100 / 60:.1f} minutes of training, about 100 passes" in capsys.readouterr().out
+    # Each of 1,295 images is loaded, and then computed: half of the time with four times as many pixels.
+    assert f"about {3.5 * 100 * 1295 / 100 / 60:.1f} minutes of training, about 100 passes" in capsys.readouterr().out

@@ -26,6 +26,7 @@ from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.evaluation import report
 from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training import steps
+from hf_vit_scratch.training.arguments import ViTTrainingArguments
 from hf_vit_scratch.training.recipe import RECIPES, parse_recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint
 from hf_vit_scratch.training.trainer import ViTTrainer
@@ -344,6 +345,17 @@ def test_flags_that_do_not_fit_a_saved_model_are_named(run, choice, message, tmp
         train.main([str(recipe), "--model", str(run[0]), *choice, "--output_dir", str(tmp_path / "x"), *START])
 
 
+@pytest.mark.parametrize(("device", "choice"), [("cpu", "plain"), ("cuda", "auto")])
+def test_attention_that_is_named_is_not_measured(device, choice, monkeypatch):
+    monkeypatch.setattr(ViTTrainingArguments, "device", torch.device(device))
+    monkeypatch.setattr(ViTTrainingArguments, "world_size", 1)
+    args, recipe = parse_recipe(["--attn_implementation", "sdpa"])
+
+    steps.make_choices(args, recipe, steps.load_data(args))
+
+    assert args.training.speed_choice == choice
+
+
 def test_folder_of_a_finished_run_is_not_overwritten(run):
     before = (run[0] / "model.safetensors").read_bytes()
 
@@ -485,10 +497,8 @@ def test_push_that_fails_loses_nothing_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ViTTrainer, "push_to_hub", fail)
     argv = [*SMALL, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--push_to_hub", "true"]
 
-    with pytest.raises(
-        UserError,
-        match=r"not on the Hub: no route to the Hub\. Try: hf upload me/d.*'_\*' --exclude training_args\.bin$",
-    ):
+    again = r'hf upload me/d.* --exclude "_\*" --exclude training_args\.bin'
+    with pytest.raises(UserError, match=rf"not on the Hub: no route to the Hub\. Try: {again}$"):
         train.main([*argv, "--load_best_model_at_end", "false", "--output_dir", str(tmp_path / "run")])
 
     assert {"model.safetensors", "metrics.json", "README.md"} <= {path.name for path in (tmp_path / "run").iterdir()}

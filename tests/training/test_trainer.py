@@ -402,8 +402,34 @@ def test_card_is_ours_whatever_the_stock_trainer_has_to_say(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.create_model_card(finetuned_from="x", tasks="image-classification", dataset="birds")
     text = (tmp_path / "README.md").read_text()
-    assert "It was not tested." in text
+    assert "This card has no test results." in text
     assert "birds" not in text
+
+
+def test_card_does_not_take_a_file_of_the_user_for_a_report(tmp_path):
+    trainer = make_trainer(tmp_path)
+    (tmp_path / "metrics.json").write_text('{"accuracy": 0.9}')
+    trainer.create_model_card()
+    assert "This card has no test results." in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_processes_draw_different_random_numbers(process, tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(ViTTrainingArguments, "process_index", process)
+    trainer = make_trainer(tmp_path, seed=5)
+    trainer.add_callback(At(1, lambda control: seeds.append(torch.initial_seed())))
+
+    trainer.train()
+
+    assert seeds == [5 + process]
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda", False)])
+def test_copies_of_pinned_memory_do_not_wait(device, waits, tmp_path, monkeypatch):
+    monkeypatch.setattr(ViTTrainingArguments, "device", torch.device(device))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device != "cpu")
+    assert ViTTrainingArguments(str(tmp_path)).accelerator_config.non_blocking != waits
 
 
 @STYLES
@@ -576,7 +602,7 @@ def test_model_that_is_saved_after_an_interruption_is_the_one_that_is_evaluated(
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     trainer.create_model_card()
-    assert "It was not tested." in (tmp_path / "README.md").read_text()
+    assert "This card has no test results." in (tmp_path / "README.md").read_text()
     saved = make_trainer(tmp_path / "again")
     saved.model = ViTScratchForImageClassification.from_pretrained(tmp_path)
     assert saved.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6)

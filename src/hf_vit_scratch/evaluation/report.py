@@ -48,7 +48,8 @@ def report_on_test_split(
     report = write_report(outputs, None if is_masked else test_dataset.rows, data, command, output_dir)
     if isinstance(test_dataset, MaskedImageDataset):
         if not trainer.is_fsdp_enabled:  # this process alone has only a part of each weight
-            draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
+            with trainer.uncompiled_if(True):  # compiling for six images would take longer
+                draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
         plot_curves(history, output_dir / "curves.png")
     trainer.create_model_card()
     minutes = max(line.get("minutes", 0.0) for line in history)

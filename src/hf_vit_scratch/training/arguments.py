@@ -133,8 +133,8 @@ class ViTTrainingArguments(TrainingArguments):
     ema_decay: float | None = flag(None, "Decay per step of a moving average of the weights, which is then the model.")
     max_train_minutes: float | None = flag(
         None,
-        "Longest training time in minutes; inf for no limit. The learning rate follows the time, and numbers of "
-        "steps, such as warmup_steps, are parts of 10,000.",
+        "Longest training time in minutes; inf for no limit. The learning rate follows the time, and its numbers "
+        "of steps, such as warmup_steps, are parts of 10,000.",
     )
     eval_tta: str | None = flag(None, "flip: report also the mean logits of each test image and its mirror image.")
     early_stopping_patience: int | None = flag(
@@ -143,7 +143,9 @@ class ViTTrainingArguments(TrainingArguments):
         "if load_best_model_at_end is true.",
     )
     calibrate: bool = flag(
-        True, "Calibrate the scores on the validation split after training, if each image has one class."
+        True,
+        "Calibrate the scores on the validation split after training, if each image has one class. Not for streams, "
+        "nor with FSDP or DeepSpeed.",
     )
     target_accuracy: float | None = flag(
         None, "Accuracy that answers of `predict` should have: images with low scores are unknown. Needs calibrate."
@@ -184,6 +186,8 @@ class ViTTrainingArguments(TrainingArguments):
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.split_batches or accelerator_config.dispatch_batches:
             raise UserError("accelerator_config must not split or dispatch batches: each process loads its own.")
+        # Otherwise each copy waits for all that the GPU has to do.
+        accelerator_config.non_blocking |= self.dataloader_pin_memory and self.device.type == "cuda"
 
     @property
     def n_gpu(self) -> int:

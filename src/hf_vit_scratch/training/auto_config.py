@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 from numpy.typing import NDArray
 
@@ -96,7 +97,7 @@ def fit_sizes(args: Arguments, rows: Dataset, recipe: Recipe) -> None:
         if all(recipe.settings[name].value for name in pair if name in recipe.settings):  # else they are turned off
             choose("smaller images are faster", **pair)
 
-    batch_size = 2 ** round(math.log2(min(max(number / 4, 16), 128 if on_cpu else 512)))
+    batch_size = 2 ** round(math.log2(min(max(number / 4 / training.world_size, 16), 128 if on_cpu else 512)))
     choose(f"about a quarter of {number} images, or less", per_device_train_batch_size=batch_size)
     images_at_once = training.train_batch_size * training.world_size
     rest = number % images_at_once
@@ -180,8 +181,8 @@ def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe
         if stays or not _fills_memory(config, training):
             try:
                 return measure_speed(config, args)
-            except torch.OutOfMemoryError:
-                if stays:
+            except RuntimeError as error:
+                if stays or not should_reduce_batch_size(error):
                     raise
         values = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2 * steps}
         set_fields(args, values)
@@ -189,14 +190,14 @@ def _measure_what_fits(config: ViTScratchConfig, args: Arguments, recipe: Recipe
 
 
 def _fills_memory(config: ViTScratchConfig, training: ViTTrainingArguments) -> bool:
-    """Return whether a batch would take half of the free memory of a computer without a GPU.
+    """Return whether a batch would take half of the free memory of a computer without a GPU, or of one that shares it.
 
     Linux ends a process that takes too much without an error. B/16 takes about 0.12 GB per image
     (benchmarks/2026-11-23_peers_cpu_memory.md).
     """
     tokens = config.num_prefix_tokens + math.prod(config.grid_size)
     needed = 64 * config.num_hidden_layers * tokens * config.hidden_size * training.train_batch_size
-    return training.device.type == "cpu" and needed > psutil.virtual_memory().available / 2
+    return training.device.type in ("cpu", "mps") and needed > psutil.virtual_memory().available / 2
 
 
 def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
@@ -215,8 +216,7 @@ def measure_speed(config: ViTScratchConfig, args: Arguments) -> float:
     with torch.random.fork_rng():
         config = copy.deepcopy(config)
         config.problem_type = config.label_mean = config.label_scale = None  # any loss takes as long
-        model = ViTScratchForImageClassification(config).train()
-        model.to(device)
+        model = ViTScratchForImageClassification(config).train().to(device)
         freeze(model, training.freeze_layers)
         checkpoint_activations(model, training)
         pixel_values = torch.randn(batch_size, config.num_channels, *size, device=device)

@@ -87,7 +87,11 @@ def finish_checkpoint(folder: Path, best: Path | None, limit: int | None) -> Non
                 aside.symlink_to(target.name)
                 if not place.is_symlink() and (place / CHECKSUMS).is_file():  # `scp` follows links
                     delete_checkpoint(place)
-                os.replace(aside, place)
+                try:
+                    os.replace(aside, place)
+                except PermissionError:  # Windows replaces no link to a folder
+                    place.unlink()
+                    os.replace(aside, place)
     if limit is not None and limit > 0:  # as in the stock Trainer
         complete = complete_checkpoints(folder.parent)
         others = [path for path in complete if path not in (folder, best)]

@@ -103,7 +103,7 @@ def open_run(
     if not path.exists() and is_local(model):
         raise UserError(f"{model}: there is no such file or folder. Give a saved model, or the file of an export.")
     if run is None and data is None:
-        raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data.")
+        raise UserError(f"{model} holds no {RECIPE}, so its own images are not known. Give --data, and MODEL first.")
     name = "your_images" if run is None else str(run / RECIPE)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     disable_progress_bar()  # those of loading

@@ -230,7 +230,7 @@ def _explicit(parser: HfArgumentParser, argv: Sequence[str], source: str) -> dic
         raise UserError(f"{source}: {str(error).rstrip('.')}. Run {parser.prog} --help for the flags.") from error
     null = [argument.removeprefix("--").replace("-", "_") for argument in null]
     if unknown and not unknown[0].startswith("-"):
-        advice = "Flags begin with --, and a value with spaces needs quotes."
+        advice = "A recipe comes first, flags begin with --, and a value with spaces needs quotes."
         raise UserError(f"{source}: unexpected {unknown[0]!r}. {advice}")
     given = [argument.removeprefix("--").partition("=")[0] for argument in unknown]
     _refuse_unknown([*null, *given], source, parser.prog)

@@ -98,13 +98,14 @@ def _images(rows: Dataset, trainer: ViTTrainer) -> list[str]:
 def _overfit(trainer: ViTTrainer) -> list[str]:
     batch = cast(ImageClassificationDataset, trainer.train_dataset).sample(OVERFIT_IMAGES, seed=1, stage=None)
     pixel_values, labels = (batch[name].to(trainer.args.device) for name in ("pixel_values", "labels"))
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+    optimizer = trainer.accelerator.prepare_optimizer(torch.optim.AdamW(trainer.model.parameters(), lr=1e-3))
     accuracy, size = 0.0, trainer.args.train_batch_size  # for which there is memory
-    for step in range(1, MAX_STEPS + 1):  # noqa: B007
+    for step in range(MAX_STEPS):  # noqa: B007
         logits = []
         for images, targets in zip(pixel_values.split(size), labels.split(size), strict=True):
-            output = trainer.model(images, labels=targets)
-            (output.loss * len(targets) / len(labels)).backward()
+            with trainer.accelerator.autocast():
+                output = trainer.model(images, labels=targets)
+            trainer.accelerator.backward(output.loss * len(targets) / len(labels))
             logits.append(output.logits.detach())
         accuracy = _is_right(torch.cat(logits), labels).float().mean().item()
         if accuracy >= 0.99:
@@ -197,15 +198,17 @@ def data_report(trainer: ViTTrainer) -> str:
         f"Speed      loading alone {loading:.0f} images/s, the model alone {computing:.0f}: {bound} limits the speed "
         f"({width}x{height} pixels, as at the beginning)"
     )
+    kept = isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(trainer.args.device)
     if bound == "loading":
-        kept = isinstance(dataset, ImageClassificationDataset) and dataset.keep_decoded(trainer.args.device)
         print(f"           {'Fewer' if kept else 'More --dataloader_num_workers or fewer'} augmentations would help.")
     if isinstance(dataset, ImageClassificationDataset):  # the length of a stream is unknown
         passes = planned_passes(trainer.args, len(dataset))
         sizes = [dataset.batch_transform.image_size(trainer.stage(share / 100)) for share in range(100)]
         slower = sum(map(math.prod, sizes)) / len(sizes) / math.prod(sizes[0])
-        visited = images_in_pass(trainer.args, len(dataset))
-        needed = passes * visited / (min(loading, computing / slower) * trainer.args.world_size) / 60
+        visited = images_in_pass(trainer.args, len(dataset)) / trainer.args.world_size
+        seconds = visited / loading, visited / computing * slower  # of a pass
+        beside = trainer.args.dataloader_num_workers and not kept  # workers load while the model computes
+        needed = passes * (max(seconds) if beside else sum(seconds)) / 60
         minutes = min(needed, trainer.args.max_train_minutes or math.inf)
         passes *= minutes / needed
         listed = "" if trainer.args.fit_to_images else f", about {passes:.0f} passes"  # whose number is in the plan

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset, DatasetDict
 from transformers import ViTImageProcessor, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -155,7 +155,7 @@ def make_choices(args: Arguments, recipe: Recipe, splits: DatasetDict) -> tuple[
             "it out, or use smaller batches."
         )
     recipe.machine_choices = hardware.choose(training, recipe.settings.keys())
-    if args.model.attn_implementation is not None:
+    if args.model.attn_implementation is not None and training.device.type == "cpu":  # others keep it anyway
         training.speed_choice = "plain"
     if chooses:
         with blame_the_user(), advise_on_memory(training):  # the advice first, as in `train`
@@ -337,12 +337,17 @@ def advise_on_memory(training: ViTTrainingArguments) -> Iterator[None]:
     """Turn a device without enough memory into a `UserError` that names the flags which save some."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
         batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        halves = (
+            "Start a new run with smaller batches, which give the same result: --per_device_train_batch_size "
+            f"{batch // 2} --gradient_accumulation_steps {2 * steps}. Or use"
+        )
         raise UserError(
-            f"The device ran out of memory with {batch} images per batch. Start a new run with smaller batches, which "
-            f"give the same result: --per_device_train_batch_size {max(1, batch // 2)} --gradient_accumulation_steps "
-            f"{2 * steps}. Or use --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
+            f"The device ran out of memory with {batch} images per batch. "
+            f"{'Use' if batch % 2 else halves} --gradient_checkpointing true, --bf16 true, a smaller --image_size, or "
             "--auto_find_batch_size true. In an evaluation, a smaller --per_device_eval_batch_size helps."
         ) from error
 
@@ -392,7 +397,7 @@ def push(trainer: ViTTrainer) -> None:
     try:
         trainer.push_to_hub()
     except Exception as error:
-        exclude = ["--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*", "--exclude", "_*", "--exclude", "training_args.bin"]
-        again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir), *exclude])
+        again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir)])
+        again += f' --exclude "{PREFIX_CHECKPOINT_DIR}-*/*" --exclude "_*" --exclude training_args.bin'
         reason = " ".join(str(error).split())
         raise UserError(f"The run is complete in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error

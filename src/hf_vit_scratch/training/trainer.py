@@ -58,6 +58,8 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
+        if args.process_index:  # or all processes would drop the same paths; a resumed one restores its own state
+            torch.manual_seed(args.seed + args.process_index)
         if trainer.resumed_checkpoint is not None:
             checkpoint, minutes = trainer.resumed_checkpoint, f"{trainer.clock.minutes:.1f}"
             minutes += f" of {args.max_train_minutes:g}" if args.max_train_minutes else ""
@@ -154,8 +156,7 @@ class ViTTrainer(Trainer):
             raise UserError(f"args must be ViTTrainingArguments, got {type(args).__name__}.")
         args = copy.copy(args)  # which is changed below, and may be that of another trainer
         super().__init__(model, args, data_collator or collate, *others, **kwargs)
-        default_metric = ViTTrainingArguments.metric_for_best_model
-        if self.compute_metrics is None and self.args.metric_for_best_model == default_metric:  # only the loss
+        if self.compute_metrics is None and self.args.metric_for_best_model == type(self.args).metric_for_best_model:
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
         if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # for which lower is better
             mode = "max" if self.args.greater_is_better else "min"
@@ -242,10 +243,9 @@ class ViTTrainer(Trainer):
             if self.ema is not None:
                 self.ema.swap(self.model)
             self.ema, self._images_in_step, self.is_in_train = None, 0, False
-        if self.hp_search_backend is not None and self.graceful_stop.agreed(step=0):  # perhaps after the last step
-            raise KeyboardInterrupt  # no later trial begins
-        if self.stopped and self.graceful_stop.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+        ends_search = self.hp_search_backend is not None and self.graceful_stop.agreed(step=0)
+        if ends_search or (self.stopped and self.graceful_stop.signal == signal.SIGINT):
+            raise KeyboardInterrupt  # a search begins no later trial
         return output
 
     def _own_datasets(self) -> list[ImageClassificationDataset]:
@@ -270,8 +270,8 @@ class ViTTrainer(Trainer):
             speed = optimize(model, pixels, training=True, compile=compile_options, choice=choice, images=num_images)
         if compile_options and not speed.compiled:
             logger.warning(
-                "torch_compile needs a C++ compiler and Python's header files, which were not found (Debian: apt "
-                "install g++ python3-dev). Training continues without it, and takes longer."
+                "torch_compile needs a C++ compiler, Python's header files and, on a GPU, Triton, which were not all "
+                "found (Debian: apt install g++ python3-dev). Training continues without it, and takes longer."
             )
         return speed
 
@@ -374,7 +374,7 @@ class ViTTrainer(Trainer):
             self.has_seen_batch = True
             self.restart_throughput()
         self._images_since_log += len(inputs["pixel_values"])
-        with self._uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
+        with self.uncompiled_if(len(inputs["pixel_values"]) < self._train_batch_size):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -402,7 +402,7 @@ class ViTTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the averaged weights if there are any, uncompiled."""
         self.wait_for_push_before_forking()
-        with self._averaged(), self._uncompiled_if(True):
+        with self._averaged(), self.uncompiled_if(True):
             # With several devices the last batch is padded with repeated images, and the stock loss counts them. That
             # of `compute_metrics` replaces it, except for regression and masked images.
             output = super().evaluation_loop(*args, **kwargs)
@@ -490,11 +490,10 @@ class ViTTrainer(Trainer):
             tags = [tags] if isinstance(tags, str) else tags or []
             make_run_card(self.model, Path(self.args.output_dir), self.args.task, self.is_in_train, tags=tags, **given)
 
-    # Contexts
-
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
 
-    def _uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
+    def uncompiled_if(self, condition: bool) -> AbstractContextManager[Any]:
+        """Return a context in which compiled layers are not used if the condition holds."""
         eager = self.optimization is not None and self.optimization.compiled and condition
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
