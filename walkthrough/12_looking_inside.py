@@ -5,8 +5,6 @@
 # and token, they say what share the token takes from each other token.
 
 # %%
-import runpy
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,8 +19,8 @@ from hf_vit_scratch.interpretation import attention_maps
 disable_progress_bar()
 
 folder = Path(tempfile.gettempdir(), "hf_vit_scratch_walkthrough")
-if not (folder / "test.pt").exists():  # train as in step 11
-    runpy.run_path(str(Path(sys.path[0], "11_training.py")))
+if not (folder / "test.pt").exists():
+    raise SystemExit("Run step 11 first: it trains the model.")
 model = ViTScratchForImageClassification.from_pretrained(folder).eval()
 
 digits = load_digits()
