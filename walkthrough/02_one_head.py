@@ -15,9 +15,9 @@
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{a}}\right) V$$
 #
-# Here, $a$ is the width of the queries and keys. Two vectors of $a$ random numbers have a dot product of about
-# $\sqrt{a}$. Step 1 showed what large scores do. Dividing by $\sqrt{a}$ keeps the shares from being all or nothing at
-# the start.
+# Here, $a$ is the width of the queries and keys. The dot product of two vectors of $a$ independent random numbers
+# with mean 0 and variance 1 has mean 0 and standard deviation $\sqrt{a}$. Step 1 showed what large scores do.
+# Dividing by $\sqrt{a}$ keeps the shares from being all or nothing at the start.
 
 # %%
 import math
@@ -89,7 +89,7 @@ assert np.abs(weights - reference.attention_head(x, 5 * np.eye(3), 5 * np.eye(3)
 
 # %% [markdown]
 # Each of the three maps below is one row of the weights, in the layout of the photograph. The square with the white
-# frame asks. It takes much from bright squares.
+# frame asks. The brighter a square in the map, the more it takes from it.
 
 # %% alt="A photograph of a flower, and for three of its squares a map that is bright where the colour is alike"
 queries = {"from a petal": (11, 22), "from the leaves": (23, 6), "from the dark background": (4, 36)}
@@ -106,5 +106,5 @@ for panel in panels.flat:
 plt.show()
 
 # %% [markdown]
-# No line of the code mentions flowers, and yet each part of the picture finds similar parts. But this head can only
+# The head knows nothing about flowers, and yet each part of the picture finds similar parts. But this head can only
 # ask about colour. Next come many heads, which ask different questions at the same time.

@@ -68,7 +68,7 @@ for name, ours, others in (
 # is given by two angles. One grows from left to right, and the other from top to bottom. The token holds the sine and
 # cosine of each. Two such pairs have a large dot product if the angles are close:
 #
-# $$\sin(a) \sin(b) + \cos(a) \cos(b) = \cos(a - b)$$
+# $$\sin(\alpha) \sin(\beta) + \cos(\alpha) \cos(\beta) = \cos(\alpha - \beta)$$
 
 # %%
 photograph = load_sample_image("flower.jpg")[:416] / 255

@@ -35,8 +35,8 @@ print(mask.astype(int))
 assert (mask == reference.causal_mask(5)).all()
 
 # %% [markdown]
-# PyTorch has the same mask in three forms: a flag, a matrix that is added to the scores (0 where allowed, minus
-# infinity where not), and an argument of `nn.MultiheadAttention`. All of them equal ours.
+# PyTorch takes this mask as a flag, or as a matrix that is added to the scores (0 where allowed, minus infinity where
+# not). `nn.MultiheadAttention` takes the matrix, too. All of them equal ours.
 
 # %%
 rng = np.random.default_rng(0)

@@ -7,8 +7,8 @@
 #
 # $$\mathrm{ffn}(x) = \max(0, \; x W_1^\top + b_1) \, W_2^\top + b_2$$
 #
-# Neither of the two replaces the tokens. Their outputs are *added* to the tokens. This is called a **residual
-# connection**:
+# Neither attention nor this network replaces the tokens. Their outputs are *added* to the tokens. This is called a
+# **residual connection**:
 #
 # $$x \leftarrow x + \mathrm{attention}(x) \qquad\qquad x \leftarrow x + \mathrm{ffn}(x)$$
 #
@@ -116,10 +116,10 @@ plt.show()
 #
 # ## Why add?
 #
-# What if each block replaced the tokens instead of adding to them? Attention takes means, and a mean of means of means
-# is nearly the same for all tokens. We measure how similar the tokens are by the mean cosine of the angle between two
-# of them: 0 for unrelated tokens, 1 for the same direction. The matrices are random. They are about as large as at the
-# start of the training of a Vision Transformer.
+# What if each block replaced the tokens instead of adding to them? Attention takes means, and a mean of means of
+# means is nearly the same for all tokens. We measure how similar the tokens are by the mean cosine of the angle
+# between two of them: 0 for unrelated tokens, 1 for the same direction. The matrices are random. Relative to the
+# width, they are about as large as at the start of the training of a Vision Transformer.
 
 
 # %%

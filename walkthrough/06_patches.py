@@ -55,8 +55,8 @@ plt.show()
 # $$\mathrm{token} = E \, \mathrm{patch} + b$$
 #
 # This is the **patch embedding**. Libraries implement it as a convolution whose stride equals its kernel size. It
-# places the kernel on each patch once, multiplies, and adds up, which is the same computation. We compare the two with
-# random numbers for $E$ and $b$ and a width of 768:
+# places the kernel on each patch once, multiplies, and adds up, which is the same computation. We compare the two
+# with random numbers for $E$ and $b$ and a width of 768, which happens to be the size of a patch, too:
 
 # %%
 torch.manual_seed(0)
@@ -79,7 +79,7 @@ assert np.abs(tokens - by_reference).max() < 1e-12
 # Each row of $E$ has as many numbers as a patch, 768. So it is itself a small picture, called a **filter**. The
 # corresponding entry of the token says how much of that filter is in the patch. A trained network learns its filters.
 # We have not trained anything yet. Instead, we take filters that are optimal for this photograph in one sense: its
-# principal components. They preserve as much of the patches as any matrix with that many rows can.
+# principal components. They preserve as much of the variance of the patches as any matrix with that many rows can.
 
 # %%
 mean = patches.mean(axis=0)
@@ -108,7 +108,7 @@ for index, (above, below) in enumerate(panels.T[1:]):
     above.imshow(0.5 + 0.5 * colour_filter / np.abs(colour_filter).max())
     above.set_title(f"filter {index + 1}")
     below.imshow(tokens[:, index].reshape(14, 14), cmap="cividis")
-    below.set_title("finds")
+    below.set_title("response")
 for panel in panels.flat:
     panel.set(xticks=[], yticks=[])
 plt.show()

@@ -107,8 +107,8 @@ for name, curve in curves.items():
     assert name == "no fault" or max(curve) > 1e-6
 
 # %% [markdown]
-# The plot shows the difference from BERT after every layer. On its scale, each line is a hundred times the one below
-# it. A fault is visible from its layer on.
+# The plot shows the difference from BERT after every layer. On its scale, each grid line is a hundred times the one
+# below it. A fault is visible from its layer on.
 
 # %% alt="Differences from BERT by layer: about 1e-14 without a fault; from the layer of a fault on, above 1e-4"
 figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")

@@ -13,6 +13,7 @@
 # 360 digits aside for the test, and 180 to watch the progress of training.
 
 # %%
+import math
 import tempfile
 from pathlib import Path
 
@@ -33,8 +34,8 @@ torch.manual_seed(0)
 test, validation, train = torch.randperm(len(pixels)).split((360, 180, 1257))
 
 # %% [markdown]
-# The model is a small version of the Vision Transformer of step 10. It has patches of 2 by 2 pixels, so 16 patches,
-# tokens of width 64, and three pre-LN layers with four heads.
+# The model is a small version of the Vision Transformer of step 10. It has 16 patches of 2 by 2 pixels, tokens of
+# width 64, and three pre-LN layers with four heads.
 
 # %%
 config = ViTScratchConfig(
@@ -47,8 +48,6 @@ config = ViTScratchConfig(
     num_hidden_layers=3,
     num_attention_heads=4,
     intermediate_size=128,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
     initializer_range=0.1,  # narrow tokens need larger random numbers than the usual 0.02
 )
 model = ViTScratchForImageClassification(config)
@@ -70,12 +69,13 @@ print(f"right before training: {100 * before:.0f}% of the validation digits")
 
 # %% [markdown]
 # This is the training. AdamW is the usual method for the steps. It gives each parameter its own step size. The
-# schedule lets the step size rise at first and then fall to nearly 0. An *epoch* is one pass over all training images.
+# schedule lets the step size rise at first and then fall to nearly 0. It also changes how far AdamW averages past
+# gradients. An *epoch* is one pass over all training images.
 
 # %%
 epochs, batch_size = 12, 32
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-steps = epochs * -(-len(train) // batch_size)
+steps = epochs * math.ceil(len(train) / batch_size)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
 
 losses, accuracies = [], [before]

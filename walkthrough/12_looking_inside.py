@@ -2,7 +2,7 @@
 # # 12. Looking inside
 #
 # The model of step 11 reads digits. How does it do this? We can look at its attention weights. For each layer, head
-# and token, they say what share the token takes from each other token.
+# and token, they say what share the token takes from each token, itself included.
 
 # %%
 import tempfile
@@ -82,9 +82,10 @@ print(f"rollout {tuple(rollout.shape)}; largest difference from the package: {di
 assert difference < 1e-6
 
 # %% [markdown]
-# Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021) does. It multiplies each
-# weight by the gradient of the score of that class. It keeps the positive values, which support the class. Their mean
-# over the heads, $\bar A$, is followed through the layers: $R \leftarrow R + \bar A R$, starting from $R = I$.
+# Rollout does not know which class we ask about. **Class attention** (Chefer et al. 2021, *Generic Attention-model
+# Explainability*) does. It multiplies each weight by the gradient of the score of that class. It keeps the positive
+# values, which support the class. Their mean over the heads, $\bar A$, is followed through the layers:
+# $R \leftarrow R + \bar A R$, starting from $R = I$.
 #
 # We can test this. For each test digit, we blank out the four patches that matter most for the model's answer
 # according to the map. Then we count how often the answer is still right. We repeat this with the four patches that
@@ -112,9 +113,9 @@ for name, share in right.items():
 assert right["without the four most"] < right["without the four least"] - 0.1
 
 # %% [markdown]
-# So the maps of class attention are meaningful. Rollout was not tested here. Here are both for five test digits. The
-# upper row shows the digit, the middle row shows rollout, and the lower row shows class attention for the model's
-# answer.
+# So class attention finds patches that the answer depends on. We have not tested rollout. Below are both for five
+# test digits. The upper row shows the digit, the middle row shows rollout, and the lower row shows class attention
+# for the model's answer.
 
 # %% alt="Five digits, and below each its rollout map and its class attention map, bright on the strokes that matter"
 chosen = [((answers == digit) & (labels == digit)).nonzero()[0].item() for digit in (0, 2, 3, 5, 9)]

@@ -622,7 +622,7 @@ def test_folder_of_another_run_is_warned_of(tmp_path, caplog):
     for _ in range(2):
         make_trainer(tmp_path, save_strategy="steps", save_steps=6).train()
 
-    assert "checkpoint-6 is of another run, and may be what is resumed later." in caplog.text
+    assert "checkpoint-6 is of another run, and may be resumed by mistake." in caplog.text
 
 
 @pytest.mark.parametrize("args", [None, TrainingArguments("unused", use_cpu=True)])

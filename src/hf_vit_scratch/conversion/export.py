@@ -64,8 +64,8 @@ def resizing_matrix(old: int, new: int, bicubic: bool) -> Tensor:
     as the step between new pixels. Weights are rounded to 16-bit integers times one power of two.
     """
     step = torch.full((), old, dtype=torch.float64) / new
-    centre = (torch.arange(new, dtype=torch.float64)[:, None] + 0.5) * step
-    distance = (torch.arange(old) + 0.5 - centre).abs() / step.clamp(min=1)
+    center = (torch.arange(new, dtype=torch.float64)[:, None] + 0.5) * step
+    distance = (torch.arange(old) + 0.5 - center).abs() / step.clamp(min=1)
     if bicubic:
         near = (1.5 * distance - 2.5) * distance**2 + 1
         far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2

@@ -137,7 +137,7 @@ def decode_image(row: dict[str, Any] | None, name: str, enough: int | None = Non
         if enough is not None:
             image.draft(None, (enough, enough))  # without effect on other formats
         image = to_rgb(image)
-        factor = 1 if enough is None else min(image.size) // (2 * enough)  # as far as a JPEG file is reduced above
+        factor = 1 if enough is None else min(image.size) // (2 * enough)
         return image.reduce(factor) if factor > 1 else image
 
 

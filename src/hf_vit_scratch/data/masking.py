@@ -16,7 +16,7 @@ from .transforms import SampleRNG
 class MaskedImageDataset(ImageClassificationDataset):
     """Rows of a dataset in batches of decoded images with `bool_masked_pos` (B, rows * cols) instead of labels.
 
-    Units of patches are masked at random, as many in every image: SimMIM (Xie et al. 2021,
+    Units of patches are masked at random, as many in every image: SimMIM (Xie et al. 2022,
     https://arxiv.org/abs/2111.09886, section 3.2). The mask depends on (seed, epoch, row) only, like the augmentation.
 
     Args:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class Sample(NamedTuple):
     """An image of a batch, by all that its random changes depend on besides the seed."""
 
-    epoch: int  # with the number of earlier visits to the image in the epoch in its upper half
+    epoch: int  # in the lower 32 bits; the upper ones count the earlier visits to this image in the epoch
     stage: int | None  # None in evaluation
     row: int
 

@@ -1,4 +1,4 @@
-"""Random changes to a batch of images at once, on a CPU or CUDA device, with numbers of its own for every image.
+"""Random changes to a batch of images at once, on a CPU or CUDA device; every image gets its own random numbers.
 
 torchvision's transforms draw once for a whole batch. These do to every image what torchvision's of the same names do
 to one. Numbers are drawn on the CPU, in NumPy, so that nothing is read back from the device.
@@ -118,7 +118,7 @@ def random_resized_crop(images: Tensor, rng: SampleRNG, size: tuple[int, int], l
 def resized_crops_by_products(images: Tensor, boxes: NDArray[np.int64], size: tuple[int, int]) -> Tensor:
     """Crop and resize all images at once, which keeps an accelerator busy.
 
-    It is linear, and separately so along height and width: a matrix product for each. Boxes are (4, B), as of
+    Resizing is linear along height and along width: a matrix product for each. Boxes are (4, B), as of
     `_rectangles`.
     """
     (top, left, tall, wide), (height, width) = boxes, images.shape[-2:]
@@ -128,12 +128,12 @@ def resized_crops_by_products(images: Tensor, boxes: NDArray[np.int64], size: tu
 
 
 def _resizing_weights(start: NDArray[np.int64], length: NDArray[np.int64], old: int, new: int, like: Tensor) -> Tensor:
-    """(B, new, old): how much of each old pixel is in each new one; a triangle as wide as the step between the new."""
+    """(B, new, old): the share of each old pixel in each new one, a triangle over two steps of the coarser pixels."""
     begin, extent = (to_device(numbers, like)[:, None, None] for numbers in (start, length))
     step = extent / new
-    centre = begin + (torch.arange(new, device=like.device)[:, None] + 0.5) * step
+    center = begin + (torch.arange(new, device=like.device)[:, None] + 0.5) * step
     place = torch.arange(old, device=like.device) + 0.5
-    weights = (1 - (place - centre).abs() / step.clamp(min=1)).clamp(min=0)
+    weights = (1 - (place - center).abs() / step.clamp(min=1)).clamp(min=0)
     weights = weights * ((place > begin) & (place < begin + extent))
     return weights / weights.sum(-1, keepdim=True)
 
@@ -214,7 +214,7 @@ def random_policy(images: Tensor, rng: SampleRNG, policy: v2.RandAugment | v2.Tr
 
 
 def apply(images: Tensor, names: NDArray[np.str_], strength: Numbers, fill: int) -> Tensor:
-    """Change each image by an operation of torchvision's policies, by its name (B,), and as strongly as it should."""
+    """Apply to each image the operation of torchvision's policies of this name (B,), with this strength (B,)."""
     # All geometric operations are one, with a matrix for each image.
     groups = dict.fromkeys(GEOMETRIC if name in GEOMETRIC else (name,) for name in names.tolist())
     places = [np.flatnonzero(np.isin(names, group)) for group in groups]

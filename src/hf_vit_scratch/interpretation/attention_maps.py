@@ -38,7 +38,7 @@ def attention(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> Tensor:
 
     Args:
         model: A ViTScratch model, which is set to evaluation mode.
-        pixel_values: (B, C, height, width), normalised, on the model's device.
+        pixel_values: (B, C, height, width), normalized, on the model's device.
 
     Returns:
         (B, L, H, N, N), at least float32. Row i holds the share that token i takes from each token, and sums to 1.
@@ -77,7 +77,7 @@ def class_attention(
 
     Args:
         model: A classifier, which is set to evaluation mode.
-        pixel_values: (B, C, height, width), normalised, on the model's device.
+        pixel_values: (B, C, height, width), normalized, on the model's device.
         class_ids: One class id for each image, or one for all; `None` for the predicted classes.
 
     Returns:

@@ -60,27 +60,27 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
             counted over all channels, as in the code of Dosovitskiy et al. 2021 (LeCun normal), so that pixels of unit
             variance give tokens of unit variance. With `initializer_range`, tokens of small patches would start close
             to zero.
-        norm_first: `False` for the BERT style (post-LN: each residual sum is normalised, and so are the embeddings);
-            `True` for the ViT style (pre-LN: each branch's input is normalised, and the output once at the end).
+        norm_first: `False` for the BERT style (post-LN: each residual sum is normalized, and so are the embeddings);
+            `True` for the ViT style (pre-LN: each branch's input is normalized, and the output once at the end).
         hidden_dropout_prob: Dropout of the embeddings and of each residual branch.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
         drop_path_rate: Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382): the probability that
             each of the last layer's branches is skipped, per image. It grows linearly from 0 in the first layer.
         position_embedding_type: `"learned"`; `"sincos2d"`, fixed sines and cosines; or `"rope2d"`, learned positions
             and, beside them, axial rotary positions on queries and keys.
-        qk_norm: Whether queries and keys are RMS-normalised per head.
-        pooling: Token that the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens.
+        qk_norm: Whether queries and keys are RMS-normalized per head.
+        pooling: Vector that the classifier reads: `"cls"`, the class token, or `"mean"`, the mean of the patch tokens.
         use_cls_token: Whether there is a class token; `None` for exactly where `pooling` reads it. With mean pooling
             it takes part in attention only, as in timm's `global_pool="avg"` and in MAE.
         fc_norm: Whether the final LayerNorm of pre-LN comes after the pooling instead of before it; timm's word.
         classifier_hidden_size: Width of a hidden layer before the classifier; `None` for one linear layer.
         classifier_act: Activation of that hidden layer.
         is_causal: Whether a token attends only to itself and to earlier ones (row by row).
-        label_mean: Mean of each number in the training images of a regression, with `label_scale`.
-        label_scale: Standard deviation of each there. The classifier learns `(label - mean) / scale`, and the model
+        label_mean: Mean of each number of a regression over the training images.
+        label_scale: Its standard deviation, likewise. The classifier learns `(label - mean) / scale`, and the model
             answers in the labels' own units.
         temperature: Number by which the classifier was divided after training, so that its scores are calibrated (Guo
-            et al. 2017, https://arxiv.org/abs/1706.04599). The weights have it already.
+            et al. 2017, https://arxiv.org/abs/1706.04599). The saved weights are already divided by it.
         out_features: The stages whose feature maps `ViTScratchBackbone` gives, by name: `"stem"`, the embeddings, and
             `"stage1"`, `"stage2"`, ..., the layers. `None` for the last one. Not a field of the class, but an argument
             and an attribute, as in transformers.
@@ -95,7 +95,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     """
 
     model_type = "vit_scratch"
-    _auto_class = "AutoConfig"  # so this file is saved with a configuration
+    _auto_class = "AutoConfig"  # so the file of a subclass is saved, too
     keys_to_ignore_at_inference = ["hidden_states", "attentions"]  # the Trainer would gather them in an evaluation
 
     image_size: int | list[int] | tuple[int, int] = 224

@@ -69,8 +69,8 @@ def rope2d_cos_sin(
 
     Patch centers have coordinates in (-1, 1), which mean the same at any image size. The first half of the K / 2
     angles depends on y, the second on x: angle_j = 2 pi coordinate / 100^(4 j / K), j = 0 .. K / 4 - 1. The class
-    token is not rotated. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, in the axial form of Heo
-    et al. 2024, https://arxiv.org/abs/2403.13298, with the frequencies of DINOv3, https://arxiv.org/abs/2508.10104.
+    token is not rotated. Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34 (there pairs are neighbors), in the
+    axial form of Heo et al. 2024, https://arxiv.org/abs/2403.13298, with DINOv3's frequencies (arXiv 2508.10104).
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     axes = ((torch.arange(n, device=like.device, dtype=dtype) + 0.5) * (2 / n) - 1 for n in grid)
@@ -105,7 +105,7 @@ class ViTScratchAttention(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.is_causal = config.is_causal  # sdpa and flash read it, and take a missing one as True
+        self.is_causal = config.is_causal  # read by flash, and by sdpa, which takes a missing one as True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -334,8 +334,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
             if isinstance(module, nn.Conv2d) and module.in_channels == self.config.num_channels:  # of pixels
-                pixels = module.in_channels * math.prod(module.kernel_size)
-                std = self.config.patch_initializer_range or pixels**-0.5
+                fan_in = module.in_channels * math.prod(module.kernel_size)
+                std = self.config.patch_initializer_range or fan_in**-0.5
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)

@@ -43,9 +43,9 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
 
     Ba et al. 2016, Layer Normalization, https://arxiv.org/abs/1607.06450, section 3.
     """
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = (centred**2).mean(axis=-1, keepdims=True)
-    return centred / np.sqrt(variance + eps) * weight + bias
+    centered = x - x.mean(axis=-1, keepdims=True)
+    variance = (centered**2).mean(axis=-1, keepdims=True)
+    return centered / np.sqrt(variance + eps) * weight + bias
 
 
 def causal_mask(num_tokens: int) -> Array:
@@ -107,7 +107,8 @@ def residual_stack(x: Array, blocks: Sequence[Block], mask: Array | None = None)
 def extract_patches(image: Array, patch_size: tuple[int, int]) -> Array:
     """Cut an image into a grid of patches, row by row, and flatten each.  (C, height, width) -> (rows * cols, C p q).
 
-    Within a patch the channel varies slowest, then y, then x: the order of a convolution's weight.
+    The patch size is (p, q). Within a patch the channel varies slowest, then y, then x: the order of a convolution's
+    weight.
     """
     channels, height, width = image.shape
     p, q = patch_size
@@ -175,10 +176,10 @@ def vit(
         The embeddings and each layer's output, (N, d) each; the last hidden state (N, d), normalized; and each layer's
         attention weights (h, N, N).
     """
-    part = {name.removeprefix("embeddings."): x for name, x in parameters.items()}
-    projection = "patch_embeddings.projection"
-    patches = patch_embedding(image, part[f"{projection}.weight"], part[f"{projection}.bias"])
-    x = np.concatenate((part["cls_token"][0], patches)) + part["position_embeddings"][0]
+    projection = "embeddings.patch_embeddings.projection"
+    patches = patch_embedding(image, parameters[f"{projection}.weight"], parameters[f"{projection}.bias"])
+    tokens = np.concatenate((parameters["embeddings.cls_token"][0], patches))
+    x = tokens + parameters["embeddings.position_embeddings"][0]
     if not norm_first:
         x = layer_norm(x, parameters["embeddings.layernorm.weight"], parameters["embeddings.layernorm.bias"], eps)
 

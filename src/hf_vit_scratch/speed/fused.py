@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 ATTENTIONS = ("eager", "sdpa")  # that these methods compute
-# torch copies a bias into the result before the product, which takes long where products are this fast
+# torch copies a bias into the result before the product. Where AMX makes products fast, the copy takes long
 # (benchmarks/2026-11-25_layers_cpu.md).
 BIAS_COMES_LAST = torch.cpu.get_capabilities().get("amx_bf16", False)
 PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
@@ -272,7 +272,7 @@ class _PackedWeights:
 
 
 def _joined(linear: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
-    """Return the weights and biases of linear layers with the same input as those of one layer; no bias is zero."""
+    """Join linear layers with the same input into one: return its weight and bias. A missing bias counts as zeros."""
     biases = tuple(one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linear)
     return torch.cat(tuple(one.weight for one in linear)), torch.cat(biases)
 

@@ -1,4 +1,4 @@
-"""Choose the fastest of equal forwards by measuring them on this machine.
+"""Choose the fastest of several equivalent implementations by measuring them on this machine.
 
 A choice names an attention, alone (the plain model) or with how the layers multiply: `"eager"`, `"sdpa+packed"`.
 """
@@ -24,8 +24,8 @@ from .fused import ATTENTIONS
 from .hardware import can_compile
 
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
-# The faster methods of each class of the model, or of each layer with this end of its path. Models loaded with remote
-# code have classes of the same names.
+# By the way's name: the faster methods of each class, or of each Linear or Conv2d whose path ends so. Names, not
+# classes: remote code has classes of its own.
 WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
     "qkv": {
         "ViTScratchAttention": {"project": fused.project},
@@ -71,7 +71,7 @@ class Optimization:
     compiled: bool = False
 
     def undo(self) -> None:
-        """Make the model plain again, but for compiled layers."""
+        """Restore the plain methods and the attention. Compiled layers stay compiled."""
         _apply(self.model, self.attention)
 
 
@@ -106,7 +106,7 @@ def optimize(
         images: Number of images that the model will see. A short run is not worth a measurement.
 
     Raises:
-        ValueError: There is no such choice, or the model is none of this package.
+        ValueError: There is no such choice, or the model is not from this package.
     """
     if not _layers(model):
         raise ValueError(f"optimize is for models of this package, got {type(model).__name__}.")
@@ -152,8 +152,8 @@ def _apply(model: nn.Module, choice: str) -> None:
         ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
         for name in ("products", "packed", *ours) if ours else ():
             delattr(module, name)
-        is_layer = type(module) in (nn.Linear, nn.Conv2d)
-        key = ".".join(path.split(".")[-2:]) if is_layer else type(module).__name__
+        has_weight = type(module) in (nn.Linear, nn.Conv2d)
+        key = ".".join(path.split(".")[-2:]) if has_weight else type(module).__name__
         faster = WAYS.get(way, {}).get(key)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
             module.products, module.packed = way, None
@@ -170,7 +170,7 @@ def _candidates(device: torch.device, attention: str, training: bool, compile: b
     ways: tuple[str, ...] = ("joined", "convolution") if training else ("packed",)
     if (compile and training) or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         ways = ()
-    return [*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(ways, ATTENTIONS))]
+    return [*ATTENTIONS, *(f"{name}+{way}" for way, name in product(ways, ATTENTIONS))]
 
 
 def _first_layer(model: PreTrainedModel, example_batch: Tensor) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -197,7 +197,7 @@ def _choose(
     key = _facts(layer, hidden_states, names, training)
     times = of_first_process(_measured.get(key))
     if times is None:
-        run = model.config.num_hidden_layers * images / len(example_batch)  # times a layer is called in the whole run
+        calls = model.config.num_hidden_layers * images / len(example_batch)  # of a layer in the whole run
         # Copies made in inference mode could not be packed.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.set_grad_enabled(training):
             layers = {name: copy.deepcopy(layer).train(training) for name in names}
@@ -206,7 +206,7 @@ def _choose(
             step = _step(layers[plain], hidden_states, args, kwargs)
             step()
             once = timeit(step, number=1)
-            seconds = min(SECONDS, SHARE_OF_RUN * run * once)
+            seconds = min(SECONDS, SHARE_OF_RUN * calls * once)
             fitting = of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
             if fitting < 1:
                 return plain, {}

@@ -59,7 +59,7 @@ class ModelArguments(Options):
     attention_probs_dropout_prob: float | None = flag(None, "Dropout of attention probabilities.")
     drop_path_rate: float | None = flag(None, "Stochastic depth of the last layer.")
     position_embedding_type: str | None = flag(None, f"One of {', '.join(POSITION_EMBEDDING_TYPES)}.")
-    qk_norm: bool | None = flag(None, "RMS-normalise queries and keys.")
+    qk_norm: bool | None = flag(None, "RMS-normalize queries and keys.")
     pooling: str | None = flag(None, f"One of {', '.join(POOLINGS)}.")
     use_cls_token: bool | None = flag(None, "A class token, also where mean pooling does not read it.")
     fc_norm: bool | None = flag(None, "The final LayerNorm after the pooling instead of before it.")

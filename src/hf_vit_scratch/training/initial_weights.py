@@ -20,7 +20,7 @@ PLACES = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0))  # a patch's own and its nei
 def whiten_patches(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> None:
     """Draw the patch embedding's weights such that tokens vary alike in every direction that patches vary in.
 
-    Neighbouring pixels are nearly equal, so a random filter sees little but the mean colour of a patch. Whitening
+    Neighboring pixels are nearly equal, so a random filter sees little but the mean colour of a patch. Whitening
     (Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images, appendix A: ZCA) makes all directions in
     the space of patches equally large, and random filters on whitened patches see edges and textures as well. As the
     first layer of a small network it was proposed, without being trained further, by Page 2019, How to Train Your
@@ -28,7 +28,7 @@ def whiten_patches(model: ViTScratchPreTrainedModel, pixel_values: Tensor) -> No
 
         W = R (S + e I)^(-1/2),  b = -W m,  R_ij ~ N(0, 1 / P)
 
-    for the mean m and the covariance S of the patches, flattened to P numbers, of normalised pixels (B, C, height,
+    for the mean m and the covariance S of the patches, flattened to P numbers, of normalized pixels (B, C, height,
     width).
     """
     projection = cast(ViTScratchEmbeddings, model.base_model.embeddings).patch_embeddings.projection

@@ -105,7 +105,7 @@ def _refuse_idle_flags(args: Arguments, recipe: Recipe) -> None:
 def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
     """Load the splits that the arguments name; `train` may be a stream. List near duplicates in a file."""
     training = args.training
-    if listing is not None:  # of an earlier check
+    if listing is not None:  # an old one, of an earlier check
         listing.unlink(missing_ok=True)
     if args.data.streaming:
         names = ("class_weighting", "balanced_sampling", "check", "fit_to_images", "cache_images", "target_accuracy")
@@ -118,7 +118,7 @@ def load_data(args: Arguments, listing: Path | None = None) -> DatasetDict:
         for name in ("eval", "save"):
             if getattr(training, f"{name}_strategy") == "epoch":
                 raise UserError(f"A stream has no epochs. Give --{name}_strategy no, or steps with --{name}_steps.")
-    # Of a stream, the main process downloads what the others then find.
+    # For a stream, the main process downloads first; the others then find the files.
     with training.main_process_first(desc="data") if args.data.streaming else nullcontext():
         return load_splits(**vars(args.data), labelled=not is_masked(args), listing=listing)
 
@@ -378,7 +378,10 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         trainer.accelerator.end_training()
         number = trainer.graceful_stop.signal
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        last, how = describe_last_checkpoint(training.output_dir), " the same launcher and" * (training.world_size > 1)
+        last, how = (
+            describe_last_checkpoint(training.output_dir),
+            " (by the same launcher)" * (training.world_size > 1),
+        )
         further = f"Continue with{how}: {command} --resume_from_checkpoint true"
         if training.save_only_model:
             further = "It holds only the model: a run cannot be resumed from it, but --model can start a new one"

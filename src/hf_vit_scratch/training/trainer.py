@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Hooks(TrainerCallback):
-    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks of its constructor come before."""
+    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks given to its constructor run before."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -58,7 +58,7 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
-        if args.process_index:  # or all processes would drop the same paths; a resumed one restores its own state
+        if args.process_index:  # or all processes would drop the same paths; a resumed run restores its own state
             torch.manual_seed(args.seed + args.process_index)
         if trainer.resumed_checkpoint is not None:
             checkpoint, minutes = trainer.resumed_checkpoint, f"{trainer.clock.minutes:.1f}"
@@ -211,7 +211,7 @@ class ViTTrainer(Trainer):
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is None and (old := complete_checkpoints(Path(self.args.output_dir))):
-            logger.warning("%s is of another run, and may be what is resumed later. Use an empty output_dir.", old[0])
+            logger.warning("%s is of another run, and may be resumed by mistake. Use an empty output_dir.", old[0])
         self.has_seen_batch = self.stopped = False
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
