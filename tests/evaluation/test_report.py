@@ -1,6 +1,7 @@
 """The files of a finished run."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -158,6 +159,26 @@ def test_images_of_a_local_source_that_was_moved_stay_private(tmp_path, class_fo
 
     assert not found["data_is_on_the_hub"]
     assert [file.name for file in tmp_path.glob("*mistakes.png")] == ["_mistakes.png"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (SimpleNamespace(private=False, gated=False), "mistakes.png"),
+        (SimpleNamespace(private=False, gated="auto"), "_mistakes.png"),
+        (SimpleNamespace(private=True, gated=False), "_mistakes.png"),
+        (ConnectionError("offline"), "_mistakes.png"),
+    ],
+    ids=["public", "gated", "private", "offline"],
+)
+def test_images_of_the_hub_are_shown_only_if_anybody_may_see_them(answer, name, tmp_path, class_folders, monkeypatch):
+    rows = load_splits(str(class_folders))["test"]
+    monkeypatch.setattr(report, "dataset_info", Mock(side_effect=[answer]))
+    outputs = PredictionOutput(np.tile([0.0, 9.0], (len(rows), 1)), np.zeros(len(rows), int), METRICS)
+
+    assert report.write_report(outputs, rows, "owner/set", "train", tmp_path)["data_is_on_the_hub"]
+
+    assert [file.name for file in tmp_path.glob("*mistakes.png")] == [name]
 
 
 def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class_folders):

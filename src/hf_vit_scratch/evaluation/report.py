@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
+from huggingface_hub import dataset_info
 from PIL import Image
 from scipy.special import expit, softmax
 from transformers import EvalPrediction, PreTrainedModel
@@ -93,9 +94,18 @@ def write_report(
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if rows is not None:
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
-        public = on_the_hub or data == "digits"
+        public = data == "digits" or (on_the_hub and _is_public(data))
         list_answers(outputs, rows, names, output_dir / (MISTAKES if public else f"_{MISTAKES}"))
     return report
+
+
+def _is_public(data: str) -> bool:
+    """Return whether anybody may see a dataset of the Hub: not a private or gated one, nor without an answer."""
+    try:
+        info = dataset_info(data, token=False)
+    except Exception:  # of httpx or of the Hub
+        return False
+    return not (info.private or info.gated)
 
 
 def summary(report: dict[str, Any], num_images: int, minutes: float | None = None) -> str:

@@ -401,6 +401,8 @@ def push(trainer: ViTTrainer) -> None:
         trainer.push_to_hub()
     except Exception as error:
         again = shlex.join(["hf", "upload", str(trainer.hub_model_id), str(output_dir)])
-        again += f' --exclude "{PREFIX_CHECKPOINT_DIR}-*/*" --exclude "_*" --exclude training_args.bin'
+        again += (
+            f' --exclude "{PREFIX_CHECKPOINT_DIR}-*/*" --exclude "runs/*" --exclude "_*" --exclude training_args.bin'
+        )
         reason = " ".join(str(error).split())
         raise UserError(f"The run is complete in {output_dir}, but not on the Hub: {reason}. Try: {again}") from error
