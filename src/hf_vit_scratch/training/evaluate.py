@@ -4,9 +4,9 @@
     vit-scratch evaluate runs/my_photos --data new_photos --output_dir report  other images
     vit-scratch evaluate runs/my_photos/onnx/model.onnx --output_dir report    an exported model
 
-The report is metrics.json, confusion_matrix.png, reliability.png, _answers.csv and mistakes.png, which is called
-_mistakes.png for a local folder, and then never uploaded. Classes are matched by their names; the data may lack some
-of the model's classes.
+The report is metrics.json, confusion_matrix.png, reliability.png, _answers.csv and mistakes.png. Of images that are
+not public, the last is called _mistakes.png, and is never uploaded. Classes are matched by their names; the data may
+lack some of the model's classes.
 
 Other flags are those of `vit-scratch train` for images and for computing, such as --per_device_eval_batch_size 64,
 --corrupt_images skip, --label_column NAME, --eval_tta flip and --use_cpu true. Without them, the model computes as in
