@@ -115,6 +115,17 @@ def test_packed_layers_are_not_compiled():
     assert all(layer._compiled_call_impl is None for layer in packed.model.vit.layers)
 
 
+def test_layers_that_were_compiled_for_training_can_be_packed_afterwards():
+    model = build(drop_path_rate=0.1).train()
+    optimize(model, PIXELS, training=True, compile={"backend": "eager"})
+    optimize(model.eval(), PIXELS, choice="sdpa+packed")
+
+    with torch.inference_mode():
+        model(PIXELS)
+
+    assert all(layer.packed is not None for layer in speed._layers(model))
+
+
 @pytest.mark.parametrize(("compile", "expected"), [({"backend": "eager"}, "sdpa+qkv"), (False, "sdpa")])
 def test_other_devices_join_query_key_and_value_if_they_compile(times, compile, expected):
     calls = times()

@@ -1,7 +1,7 @@
 """Faster forwards of the model's parts, equal to the plain ones up to rounding.
 
-Each function takes the place of a module's method. It calls the plain one if something is not as it expects: an
-adapter, a hook, a quantized weight. It decides at every call, because adapters and hooks may come later.
+Each public function but `linear_forward` takes the place of a method, and calls the plain one if something is not as
+it expects: an adapter, a hook, a quantized weight. It decides at every call, because these may come later.
 `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there, and
 `patch_forward` for both; a mask, another device or a compiler makes them plain, too. `project` and `linear_forward`
 are for compiled layers.
@@ -18,18 +18,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 ATTENTIONS = ("eager", "sdpa")  # that these methods compute
-# torch copies a bias into the result before the product. Where AMX makes products fast, the copy takes long
-# (benchmarks/2026-11-25_layers_cpu.md).
+# torch copies a bias into the result before the product. Beside the fast products of AMX, the copy takes long, and the
+# compiler's next kernel adds the bias for less (benchmarks/2026-11-25_layers_cpu.md).
 BIAS_COMES_LAST = torch.cpu.get_capabilities().get("amx_bf16", False)
-PositionEmbeddings = tuple[Tensor, Tensor] | None  # cosines and sines, each (N, K / 2)
+WEIGHTS = (nn.Parameter, Tensor)  # types of what is no quantized weight
+Mask = Tensor | None
+Tables = tuple[Tensor, Tensor] | None  # position embeddings: cosines and sines, each (N, K / 2)
 
 
 def attention_forward(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_embeddings: PositionEmbeddings = None,
-    **kwargs: Any,
+    self: Any, hidden_states: Tensor, attention_mask: Mask = None, position_embeddings: Tables = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return `ViTScratchAttention.forward`, with one product for query, key and value."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -53,14 +51,14 @@ def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:
-    """Return `nn.Linear.forward`, where the compiler's next kernel can add the bias."""
+    """Return `nn.Linear.forward`; compiled for a CPU with AMX, the bias is added last."""
     return _product_and_bias(x, self.weight, self.bias)
 
 
 def patch_forward(self: Any, pixels: Tensor) -> Tensor:
     """Return `nn.Conv2d.forward` of patches, as one product.  (B, C, height, width) -> (B, D, rows, cols)."""
     cuts_patches = (self.stride, self.padding, self.dilation, self.groups) == (self.kernel_size, (0, 0), (1, 1), 1)
-    if not cuts_patches or not _are_plain(pixels, ()) or type(self.weight) not in (nn.Parameter, Tensor):
+    if not cuts_patches or not _are_plain(pixels, ()) or type(self.weight) not in WEIGHTS:
         return type(self).forward(self, pixels)
     height, width = self.kernel_size
     patches = _as_autocast(pixels).unflatten(3, (-1, width)).unflatten(2, (-1, height))
@@ -77,26 +75,22 @@ def mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def layer_forward(
-    self: Any,
-    x: Tensor,
-    attention_mask: Tensor | None = None,
-    position_embeddings: PositionEmbeddings = None,
-    **kwargs: Any,
+    self: Any, x: Tensor, attention_mask: Mask = None, position_embeddings: Tables = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return `ViTScratchLayer.forward` of inference, with packed weights.
 
-    Parameters are copied at the first call, and again when one of them has another storage or version.
+    They are made of the parameters at the first call, and again when one of these has another storage or version.
     """
     part, mlp, norms = self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
     if attention_mask is not None or kwargs or not _can_be_packed(self, x):
         self.packed = None
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
     linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
-    copied = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
-    state = [(parameter.data_ptr(), parameter._version) for parameter in copied]
+    sources = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
+    state = [(parameter.data_ptr(), parameter._version) for parameter in sources]
     packed = self.packed  # which another thread may replace
     if packed is None or packed.state != state:
-        packed = self.packed = _PackedWeights(state, copied, linear, tokens=x.shape[0] * x.shape[1])
+        packed = self.packed = _PackedWeights(state, sources, linear, tokens=x.shape[0] * x.shape[1])
     qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = packed.bias, packed.weights
 
     product, product_and_sum = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._linear_pointwise.binary
@@ -126,7 +120,7 @@ class DropPath(nn.Module):
         return branch * (kept / self.keep_prob).to(branch.dtype)
 
 
-def _attention(joined: Tensor, module: Any, position_embeddings: PositionEmbeddings) -> Tensor:
+def _attention(joined: Tensor, module: Any, position_embeddings: Tables) -> Tensor:
     """Return multi-head attention of joined queries, keys and values.  (B, N, 3 D) -> (B, N, D)."""
     pair, value = joined.unflatten(2, (3, -1, module.head_dim)).split((2, 1), dim=2)
     pair, value = pair.permute(2, 0, 3, 1, 4), value.squeeze(2).transpose(1, 2)  # (2, B, H, N, K), (B, H, N, K)
@@ -209,8 +203,7 @@ class _EagerAttention(torch.autograd.Function):
         query, key = pair.flatten(1, 2).unbind()
         pair_grad, nothing = torch.empty_like(pair), query.new_empty(())
         query_grad, key_grad = pair_grad.flatten(1, 2).unbind()
-        batch, num_heads, tokens, head_dim = value.shape
-        grad = grad.view(batch, tokens, num_heads, head_dim).transpose(1, 2).reshape(-1, tokens, head_dim)
+        grad = grad.unflatten(2, (-1, value.shape[-1])).transpose(1, 2).flatten(0, 1)  # (B H, N, K)
         weights_grad = torch.bmm(grad, value.flatten(0, 1).mT)
         scores_grad = torch.ops.aten._softmax_backward_data(weights_grad, attn_weights, -1, attn_weights.dtype)
         torch.baddbmm(nothing, scores_grad, key, beta=0, alpha=ctx.scaling, out=query_grad)
@@ -244,7 +237,7 @@ def _can_be_packed(layer: Any, x: Tensor) -> bool:
     """Return whether a layer is as its class makes it, and infers in a precision for which oneDNN has products."""
     part, mlp, drops = layer.attention, layer.mlp, (layer.dropout, layer.drop_path)
     kinds = [type(one).__name__ for one in (part, mlp, *drops)]
-    is_ours = kinds == ["ViTScratchAttention", "ViTScratchMLP", "Dropout", "ViTScratchDropPath"]
+    is_ours = kinds[:3] == ["ViTScratchAttention", "ViTScratchMLP", "Dropout"] and kinds[3].endswith("DropPath")
     if not is_ours or part.is_causal or part.config._attn_implementation not in ATTENTIONS:
         return False
     linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
@@ -252,19 +245,22 @@ def _can_be_packed(layer: Any, x: Tensor) -> bool:
     trains = any(one.training for one in (layer, part, *drops)) or torch.is_grad_enabled()
     if trains or torch.is_autocast_enabled("cpu") or not _are_plain(x, linear, (*others, mlp.activation)):
         return False
-    has_products = x.dtype == torch.float32 or (
-        x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not by a CPU with AVX2 alone
-    )
-    return has_products and x.dtype == part.o_proj.weight.dtype
+    bf16 = (torch.bfloat16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()  # not by a CPU with AVX2 alone
+    return x.dtype == part.o_proj.weight.dtype and x.dtype in (torch.float32, *bf16)
 
 
 class _PackedWeights:
     """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
 
-    def __init__(self, state: list[tuple[int, int]], copied: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int):
+    def __init__(
+        self, state: list[tuple[int, int]], sources: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int
+    ):
         weight, self.bias = _joined(linear[:3])
         weights = (weight, *(layer.weight for layer in linear[3:]))
-        self.state, self.copied = state, [one.detach() for one in copied]  # so that no other tensor gets their memory
+        self.state, self.sources = (
+            state,
+            [one.detach() for one in sources],
+        )  # kept, or a new one could have their place
         self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
@@ -277,28 +273,19 @@ def _joined(linear: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
     return torch.cat(tuple(one.weight for one in linear)), torch.cat(biases)
 
 
-def _are_plain(x: Tensor, linear: Iterable[Any], others: Iterable[Any] = ()) -> bool:
+def _are_plain(x: Tensor, linear: Sequence[Any], others: Iterable[Any] = ()) -> bool:
     """Return whether these modules do what their classes say, on a CPU, and nothing watches or traces them."""
-    return (
-        type(x) is Tensor
-        and x.is_cpu
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and _are_linear(linear)
-        and not any(map(_is_watched, others))
-        and not any(module.weight.is_inference() for module in linear)
-    )
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+    if is_traced or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if type(x) is not Tensor or not x.is_cpu or not _are_linear(linear) or any(map(_is_watched, others)):
+        return False
+    return not any(module.weight.is_inference() for module in linear)  # such weights have no version
 
 
 def _are_linear(modules: Iterable[Any]) -> bool:
     """Return whether these modules are nothing but linear layers, without adapters, hooks or quantized weights."""
-    return all(
-        type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and not _is_watched(module)
-        for module in modules
-    )
+    return all(type(one) is nn.Linear and type(one.weight) in WEIGHTS and not _is_watched(one) for one in modules)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 import joblib
 import torch
 
-# Of mallopt(3).
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 # Capabilities of a CPU, as torch names them, by which it multiplies matrices in bfloat16 faster than in float32.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
@@ -32,7 +30,7 @@ def keep_freed_memory() -> bool:
     if chosen or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_MMAP_MAX, 0))
+    return bool(mallopt(-1, -1) and mallopt(-4, 0))  # M_TRIM_THRESHOLD and M_MMAP_MAX of mallopt(3)
 
 
 def use_no_more_threads_than_cores() -> bool:
@@ -77,7 +75,7 @@ def choose(training_args: Any, given: Set[str]) -> list[str]:
         training_args.bf16, training_args.mixed_precision = True, "bf16"
         choices.append(f"bf16 true: this {device} multiplies matrices faster in bfloat16")
     if training_args.mixed_precision == "bf16" and not bf16_is_fast(device):
-        choices.append(f"bf16 as asked, though this {device} has no instructions for it: --bf16 false is faster")
+        choices.append(f"bf16 as asked, though no fast bfloat16 is known of this {device}: try --bf16 false")
     if device == "cpu" and use_no_more_threads_than_cores():
         choices.append(f"{torch.get_num_threads()} threads: as many cores as this process may use")
     return choices

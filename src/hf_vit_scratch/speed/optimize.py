@@ -1,6 +1,6 @@
 """Choose the fastest of several equivalent implementations by measuring them on this machine.
 
-A choice names an attention, alone (the plain model) or with how the layers multiply: `"eager"`, `"sdpa+packed"`.
+A choice is an attention (of the plain model), or an attention and a way to multiply: `"eager"`, `"sdpa+packed"`.
 """
 
 import copy
@@ -24,8 +24,8 @@ from .fused import ATTENTIONS
 from .hardware import can_compile
 
 MOST_EAGER_TOKENS = 577  # with more, the scores of eager attention take too much memory (docs/decisions.md)
-# By the way's name: the faster methods of each class, or of each Linear or Conv2d whose path ends so. Names, not
-# classes: remote code has classes of its own.
+# For each way to multiply: the faster methods of a class, or of a Linear or Conv2d whose path ends so. Classes are
+# named, because remote code has its own.
 WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
     "qkv": {
         "ViTScratchAttention": {"project": fused.project},
@@ -71,7 +71,7 @@ class Optimization:
     compiled: bool = False
 
     def undo(self) -> None:
-        """Restore the plain methods and the attention. Compiled layers stay compiled."""
+        """Restore the plain methods and the attention. Compiled layers stay compiled, with their `DropPath`."""
         _apply(self.model, self.attention)
 
 
@@ -86,11 +86,11 @@ def optimize(
 ) -> Optimization:
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
-    Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for about four seconds, or
+    Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for up to four seconds, or
     repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing. Layers
     that are compiled for training, or for another device, get query, key and value from one product. Parameters,
     their names, hooks, adapters and exports work as before, but a hook on an attention or a layer may see `None` for
-    its weights. In a distributed run, all processes call it.
+    the attention weights. In a distributed run, all processes call it.
 
     For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
     without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
@@ -100,10 +100,10 @@ def optimize(
         model: A model of this package, also one that was loaded with remote code.
         example_batch: Pixels of the size that the model will see, (B, C, height, width), on its device.
         training: Whether the model will be trained.
-        compile: Whether to compile the layers, or options of `torch.compile`. Then only the attention is chosen. For
-            inference on a CPU, packed layers are a candidate, too; if they win, nothing is compiled.
-        choice: A name to repeat a choice, `"plain"` to change nothing, or `"auto"` to measure.
-        images: Number of images that the model will see. A short run is not worth a measurement.
+        compile: Whether to compile the layers, or options of `torch.compile`. For training, only the attention is then
+            chosen. For inference on a CPU, packed layers are a candidate, too; if they win, nothing is compiled.
+        choice: A name to repeat a choice, `"plain"` for the plain methods, or `"auto"` to measure.
+        images: Number of images that the model will see. Measuring takes at most 2% of their time.
 
     Raises:
         ValueError: There is no such choice, or the model is not from this package.
@@ -126,7 +126,11 @@ def optimize(
     seconds = time.perf_counter() - start
     _apply(model, choice)
     compiled = compiled and "packed" not in choice
-    for layer in _layers(model) if compiled else ():
+    for layer in _layers(model):
+        if "packed" in choice:
+            vars(layer).pop("_compiled_call_impl", None)  # of an earlier call: it would go on with plain weights
+        if not compiled:
+            continue
         # Its probability differs from layer to layer.
         if layer.attention.config.drop_path_rate and type(layer.drop_path).__name__ == "ViTScratchDropPath":
             layer.drop_path = fused.DropPath(layer.drop_path.p).train(layer.training)
@@ -198,19 +202,22 @@ def _choose(
     times = of_first_process(_measured.get(key))
     if times is None:
         calls = model.config.num_hidden_layers * images / len(example_batch)  # of a layer in the whole run
-        # Copies made in inference mode could not be packed.
+        # Copies made in inference mode have no version, so they could not be packed.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.set_grad_enabled(training):
             layers = {name: copy.deepcopy(layer).train(training) for name in names}
             for name, candidate in layers.items():
                 _apply(candidate, name)
-            step = _step(layers[plain], hidden_states, args, kwargs)
+            x = hidden_states.detach().clone().requires_grad_(training)
+            step = partial(_call, layers[plain], x, args, kwargs)
             step()
             once = timeit(step, number=1)
             seconds = min(SECONDS, SHARE_OF_RUN * calls * once)
-            fitting = of_first_process(int(len(hidden_states) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
-            if fitting < 1:
+            # With so many images, there is time to warm up and for the fewest rounds.
+            number = of_first_process(int(len(x) * seconds / (len(names) * (MIN_ROUNDS + 2) * once)))
+            if number < 1:
                 return plain, {}
-            steps = {name: _step(layer, hidden_states[:fitting], args, kwargs) for name, layer in layers.items()}
+            x = x.detach()[:number].requires_grad_(training)
+            steps = {name: partial(_call, layer, x, args, kwargs) for name, layer in layers.items()}
             times = _measure(steps, time.perf_counter() + seconds)
         _measured[key] = times
     best = min(names, key=times.__getitem__)
@@ -226,18 +233,13 @@ def of_first_process(value: Any) -> Any:
     return values[0]
 
 
-def _step(layer: nn.Module, hidden_states: Tensor, args: list[Any], kwargs: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that calls a layer once, and in training its gradients as well."""
-    x = hidden_states.detach().clone().requires_grad_(layer.training)
-
-    def step() -> None:
-        output = layer(x, *args, **kwargs)[0]
-        if layer.training:
-            output.backward(torch.ones_like(output))
-            layer.zero_grad()
-            x.grad = None
-
-    return step
+def _call(layer: nn.Module, x: Tensor, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Call a layer once, and in training compute the gradients as well."""
+    output = layer(x, *args, **kwargs)[0]
+    if layer.training:
+        output.backward(torch.ones_like(output))
+        layer.zero_grad()
+        x.grad = None
 
 
 def _measure(steps: Mapping[str, Callable[[], None]], deadline: float) -> dict[str, float]:
