@@ -5,7 +5,7 @@ import math
 import os
 import re
 from itertools import combinations
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from ..errors import UserError, blame_the_files
 from .images import local_path
 from .near_duplicates import find_near_duplicates
 from .options import DataArguments
+from .tables import SPLIT_NAMES
 from .targets import label_names, targets_of
 
 logger = logging.getLogger(__name__)
 
 LISTING = "_near_duplicates.csv"  # in the folder of a run; what begins with "_" is never uploaded
 GROUP = "_group"  # name of the column
-ORDER = ("train", "validation", "test")  # the last split that has images of a group keeps them
 
 
 def keep_together(
@@ -37,7 +37,7 @@ def keep_together(
     A group that is in several stays in the last one of train, validation and test. Near duplicates are one group;
     they are listed in a file, if there are any.
     """
-    splits = {name: splits[name] for name in ORDER if name in splits}
+    splits = {name: splits[name] for name in SPLIT_NAMES if name in splits}  # in this order
     places = np.repeat([*splits], [len(split) for split in splits.values()])
     kept, pairs = np.ones(len(places), bool), np.empty((0, 2), np.int64)
     if args.near_duplicates != "ignore":
@@ -83,25 +83,21 @@ def _group_names(args: DataArguments, rows: Dataset) -> list[str]:
                 f"{paths_of(rows)[missing[0]] or f'row {missing[0]}'}. Fill it."
             )
         return [*names]
-    level = int(by) if by.isdecimal() else None
     with blame_the_files(f"group_by must be a column, a number or a regular expression, got {by!r}"):
-        pattern = re.compile(by)
+        pattern = re.compile(rf"([^/]+)(/[^/]+){{{by}}}$" if by.isdecimal() and int(by) else by)
     names, root = list[str](), local_path(args.data)
     root = root.parent if root.is_file() else root
     for path in paths_of(rows):
         for above in (root, os.path.abspath(root)):  # as in tables
             path = path.removeprefix(f"{above}{os.sep}")
-        match = pattern.search(path.replace(os.sep, "/")) if level is None else None
+        match = pattern.search(path.replace(os.sep, "/"))
         group = match and (match[1] if pattern.groups else match[0])
-        if group is not None:
-            names.append(group)
-        elif level is not None and 0 < level < len(PurePath(path).parts):
-            names.append(PurePath(path).parts[-1 - level])
-        else:
+        if group is None:
             raise UserError(
                 f"{args.data}: every image needs a group, but group_by {by!r} is not a column, and finds none in "
                 f"the path {path!r}. Choose another column, folder or expression."
             )
+        names.append(group)
     return names
 
 
@@ -121,22 +117,18 @@ def _list_near_duplicates(
     listing: Path | None,
 ) -> None:
     """Log how many near duplicates there are, and write them into a file."""
+    one, other = pairs.T
     targets = np.concatenate([targets_of(rows) for rows in splits.values()])
-    same = (targets[pairs[:, 0]] == targets[pairs[:, 1]]).reshape(len(pairs), -1).all(axis=1)
-    across = places[pairs[:, 0]] != places[pairs[:, 1]]
+    same = (targets[one] == targets[other]).reshape(len(pairs), -1).all(axis=1)
+    across = places[one] != places[other]
+    use = "One of each is used" if args.near_duplicates == "drop" else "They are kept on one side of a split"
     logger.warning(
         "%s: pairs of near duplicates: %d (%d in two splits, %d with different labels). %s%s.",
-        args.data,
-        len(pairs),
-        across.sum(),
-        (~same).sum(),
-        "One of each is used" if args.near_duplicates == "drop" else "They are kept on one side of a split",
-        f"; {listing} lists them" if listing else "",
-    )
+        args.data, len(pairs), across.sum(), (~same).sum(), use, f"; {listing} lists them" if listing else "",
+    )  # fmt: skip
     if listing is not None:
         paths = [(row, path) for rows in splits.values() for row, path in enumerate(paths_of(rows))]
         names = np.array([path or f"image {row}" for row, path in paths], object)
-        one, other = pairs.T
         columns = {"image_1": names[one], "split_1": places[one], "image_2": names[other], "split_2": places[other]}
         table = pd.DataFrame(columns | {"same_label": same})
         listing.parent.mkdir(parents=True, exist_ok=True)

@@ -52,15 +52,6 @@ def is_local(name: str) -> bool:
     return path.exists() or not could_be_on_the_hub or (path.parent != Path() and path.parent.is_dir())
 
 
-def _warn_of_unreadable(error: OSError) -> None:
-    logger.warning("%s cannot be read: %s. Its images are left out.", error.filename, error.strerror)
-
-
-def _refuse_unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # a split may lack the folder of a class
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}. Its images would be left out.") from error
-
-
 def find_image_files(folder: Path, folder_links: str = "skip", warn: bool = False) -> tuple[list[Path], list[str]]:
     """Return the images in a folder, however deep, by their suffixes, and the paths of other files.
 
@@ -68,9 +59,16 @@ def find_image_files(folder: Path, folder_links: str = "skip", warn: bool = Fals
     to each folder once (`"follow"`), or a `UserError` (`"refuse"`). The last two refuse a folder that cannot be read,
     which is otherwise left out, on demand with a warning.
     """
+
+    def blame(error: OSError) -> None:
+        problem = f"{error.filename} cannot be read: {error.strerror}. Its images"
+        if folder_links != "skip" and not isinstance(error, FileNotFoundError):  # a split may lack a class
+            raise UserError(f"{problem} would be left out.") from error
+        if warn:
+            logger.warning("%s are left out.", problem)
+
     found, others, seen = list[str](), list[str](), {os.path.realpath(folder)}
-    onerror = (_warn_of_unreadable if warn else None) if folder_links == "skip" else _refuse_unreadable
-    for parent, folders, names in os.walk(folder, onerror=onerror, followlinks=folder_links == "follow"):
+    for parent, folders, names in os.walk(folder, onerror=blame, followlinks=folder_links == "follow"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if folder_links == "follow":  # a link may lead upwards
             real = {os.path.realpath(Path(parent, name)): name for name in folders}

@@ -21,16 +21,7 @@ from pyarrow import parquet
 from ..errors import UserError, blame_the_files
 from .images import find_image_files, is_local, local_path, warn_of_others
 from .options import DataArguments
-from .tables import (
-    READERS,
-    SPLIT_NAMES,
-    SPLITS_BY_NAME,
-    divide,
-    find_tables,
-    holds_images,
-    load_tables,
-    parquet_holds_images,
-)
+from .tables import READERS, SPLIT_NAMES, SPLITS_BY_NAME, divide, find_tables, holds_images, is_image, load_tables
 from .targets import refuse_other_classes
 
 logger = logging.getLogger(__name__)
@@ -97,7 +88,7 @@ def _load_rows(args: DataArguments, path: Path, labelled: bool) -> Any:
         source = DatasetDict(divide(data, source["train"]) or source)
     features = info.features or {}
     if not any(isinstance(feature, datasets.Image) for feature in features.values()):
-        for name in (name for name, feature in features.items() if holds_images(feature)):
+        for name in (name for name, feature in features.items() if is_image(feature)):
             source = source.cast_column(name, datasets.Image())
     return source
 
@@ -123,7 +114,7 @@ def load_digits() -> DatasetDict:
 def _holds_rows(folder: Path) -> bool:
     """Return whether a folder has parquet files with images in them, or parquet files alone."""
     tables = _parquet_files(folder)
-    return any(map(parquet_holds_images, tables)) or bool(tables and not find_image_files(folder)[0])
+    return any(map(holds_images, tables)) or bool(tables and not find_image_files(folder)[0])
 
 
 def _parquet_files(folder: Path) -> list[Path]:

@@ -62,13 +62,9 @@ class ImageClassificationStream(torch.utils.data.IterableDataset):
             digest = hashlib.blake2b(row["image"]["bytes"], digest_size=8).digest()
             keys.append((epoch, int.from_bytes(digest)))
             pixels.append(self.batch_transform.to_stage_size(image[None], np.array(keys[-1:], np.uint64), stage))
-        labels = to_array(self.rows.features["label"], [row["label"] for _, row in batch])
-        return {
-            "pixel_values": torch.cat(pixels),
-            "labels": torch.from_numpy(labels),
-            "keys": np.array(keys, np.uint64),
-            "stage": stage,
-        }
+        labels = torch.from_numpy(to_array(self.rows.features["label"], [row["label"] for _, row in batch]))
+        all_keys = np.array(keys, np.uint64)
+        return {"pixel_values": torch.cat(pixels), "labels": labels, "keys": all_keys, "stage": stage}
 
     def _endless_rows(self) -> Iterator[_Row]:
         feature = self.rows.features["label"]

@@ -57,17 +57,17 @@ READERS: dict[str, Callable[[Path, str | None], Dataset]] = {
 }
 
 
-def holds_images(feature: Any) -> bool:
+def is_image(feature: Any) -> bool:
     """Return whether a column holds encoded images: of this type, or as other programs write them into parquet."""
     if isinstance(feature, dict) and {*feature} == {"bytes", "path"}:
         feature = feature["bytes"]
     return isinstance(feature, datasets.Image) or "binary" in getattr(feature, "dtype", "")
 
 
-def parquet_holds_images(file: Path) -> bool:
+def holds_images(file: Path) -> bool:
     """Return whether a parquet file holds encoded images, or cannot be read: loading it says what is wrong."""
     with suppress(ArrowException, ValueError):
-        return any(map(holds_images, Features.from_arrow_schema(parquet.read_schema(file)).values()))
+        return any(map(is_image, Features.from_arrow_schema(parquet.read_schema(file)).values()))
     return True
 
 
@@ -80,7 +80,7 @@ def find_tables(path: Path, folders: Iterable[Path]) -> list[Path]:
         files = [folder / f"metadata{suffix}" for folder in dict.fromkeys(folders) for suffix in READERS]
         return [file for file in files if file.is_file()]
     suffix = path.suffix.lower()
-    is_table = suffix in READERS and not (suffix == ".parquet" and parquet_holds_images(path))
+    is_table = suffix in READERS and not (suffix == ".parquet" and holds_images(path))
     return [path] if is_table else []
 
 

@@ -166,16 +166,16 @@ def random_affine(images: Tensor, rng: SampleRNG, degrees: float, translate: flo
     factor = rng.uniform(1 - scale, 1 + scale)
     cos, sin = np.cos(angle) / factor, np.sin(angle) / factor
     # The inverse: where in the old image a pixel of the new one comes from.
-    matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1).reshape(
-        -1, 2, 3
-    )
+    matrix = np.stack([cos, sin, -cos * across - sin * down, -sin, cos, sin * across - cos * down], axis=-1)
     return _warp(images, matrix, "bilinear", 0)
 
 
 def _warp(images: Tensor, matrix: Numbers, mode: str, fill: int) -> Tensor:
-    """Take each pixel from where the matrix (B, 2, 3) sends its (x, y, 1); pixels, from the middle."""
+    """Take each pixel from where its image's matrix of 2 x 3 numbers, (B, 6), sends its (x, y, 1), from the middle."""
     half = np.array(images.shape[:1:-1]) / 2  # of the width and the height
-    scaled = matrix * np.array([*half, 1.0]) / half[:, None]  # grid_sample's coordinates go from -1 to 1
+    scaled = (
+        matrix.reshape(-1, 2, 3) * np.array([*half, 1.0]) / half[:, None]
+    )  # grid_sample's coordinates go from -1 to 1
     grid = F.affine_grid(to_device(scaled, images), list(images.shape), align_corners=False)
     # As in PIL: what comes from outside is filled, and what comes from the outer half of a border pixel is that pixel.
     moved = F.grid_sample(images.float(), grid, mode, padding_mode="border", align_corners=False)
@@ -231,14 +231,14 @@ def apply(images: Tensor, names: NDArray[np.str_], strength: Numbers, fill: int)
 
 
 def _matrices(names: NDArray[np.str_], strength: Numbers, size: Sequence[int]) -> Numbers:
-    """(B, 2, 3): where geometric operations take a pixel from, in pixels from the middle."""
+    """(B, 6): where geometric operations take a pixel from, for `_warp`."""
     height, width = size
     # Each image has one of them; the others do nothing. Shears leave the upper left corner where it is.
     shear_x, shear_y, right, down, turn = (np.where(names == name, strength, 0.0) for name in GEOMETRIC)
     cos, sin = np.cos(np.radians(turn)), np.sin(np.radians(turn))
     of_x = [cos, shear_x - sin, shear_x * height / 2 - np.trunc(right)]
     of_y = [shear_y + sin, cos, shear_y * width / 2 - np.trunc(down)]
-    return np.stack([*of_x, *of_y], axis=-1).reshape(-1, 2, 3)
+    return np.stack([*of_x, *of_y], axis=-1)
 
 
 def _change_colors(images: Tensor, name: str, strength: Numbers) -> Tensor:
