@@ -809,6 +809,13 @@ def test_bad_pixel_values_are_refused(pixel_values, message):
         tiny_model()(pixel_values)
 
 
+def test_is_causal_as_an_argument_of_a_call_is_refused(pixel_values):
+    model = tiny_model()
+    assert_equal(model(pixel_values, is_causal=False)[0], model(pixel_values)[0])
+    with pytest.raises(ValueError, match=r"is_causal is a field of the configuration, not an argument of a call\."):
+        model(pixel_values, is_causal=True)  # which eager attention would ignore, and sdpa would not
+
+
 def test_causal_classifier_on_the_class_token_is_refused():
     with pytest.raises(ValueError, match=r"is_causal=True needs pooling='mean': the class token, being first"):
         tiny_model(ViTScratchForImageClassification, is_causal=True)

@@ -18,15 +18,16 @@ from transformers import AutoModel
 
 from ..data.images import local_path
 from ..errors import UserError
-from .predict import forward, load_pipeline, name_broken, parse
+from .predict import forward, load_pipeline, model_parser, name_broken, parse
 
 PROGRAM = "vit-scratch embed"
 
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch embed`; return the exit code."""
-    options = {"type": local_path, "required": True, "metavar": "FILE", "help": "ends in .parquet or .npz"}
-    args, paths = parse(PROGRAM, __doc__, argv, output=options)
+    parser = model_parser(PROGRAM, __doc__)
+    parser.add_argument("--output", type=local_path, required=True, metavar="FILE", help="ends in .parquet or .npz")
+    args, paths = parse(parser, argv)
     suffix = args.output.suffix.lower()
     if suffix not in (".parquet", ".npz"):
         raise UserError(f"--output must end in .parquet or .npz, got {args.output}.")

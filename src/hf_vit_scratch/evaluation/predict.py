@@ -125,13 +125,10 @@ def load_pipeline(task: str, auto_class: Any, kind: str, model: str, device: str
 
 
 def refuse_other_models(model: Any) -> None:
-    """Raise a `UserError` unless a model is a classifier of this package."""
-    if not isinstance(model, ViTScratchForImageClassification):
-        given, ours = type(model).__name__, ViTScratchForImageClassification.__name__
-        advice = "Convert it with `vit-scratch convert`"
-        if given == ours:  # from code beside the weights
-            advice = "Load it again after `import hf_vit_scratch`"
-        raise UserError(f"The model must be a {ours}, got {given}. {advice}.")
+    """Raise a `UserError` unless a model is a classifier of this package, perhaps from the code beside its weights."""
+    ours, names = ViTScratchForImageClassification.__name__, [cls.__name__ for cls in type(model).__mro__]
+    if ours not in names:
+        raise UserError(f"The model must be a {ours}, got {names[0]}. Convert it with `vit-scratch convert`.")
 
 
 def predict(
@@ -227,16 +224,11 @@ def model_parser(program: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(
-    program: str, description: str, argv: list[str], **flags: dict[str, Any]
-) -> tuple[argparse.Namespace, list[str]]:
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of a command that reads image files and has an `--output`, and the files."""
-    parser = model_parser(program, description)
     parser.add_argument("images", nargs="+", metavar="IMAGES", help="files, folders, and globs in quotes")
     parser.add_argument("--batch_size", type=int, default=32, help="images computed at once (%(default)s)")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that decode images (%(default)s)")
-    for name, options in flags.items():
-        parser.add_argument(f"--{name}", **options)
     args = parser.parse_args(argv)
     check_ranges(args)
     if args.output is not None and args.output.is_dir():
@@ -263,10 +255,11 @@ def name_broken(
 
 def main(argv: list[str]) -> int:
     """Run `vit-scratch predict`; return the exit code."""
+    parser = model_parser(PROGRAM, __doc__)
     formats = "a table if it ends in .csv, else JSON lines (default: screen)"
-    output_options = {"type": local_path, "metavar": "FILE", "help": formats}
-    top_k_options = {"type": int, "default": 5, "help": "classes per image, at most all (%(default)s)"}
-    args, paths = parse(PROGRAM, __doc__, argv, output=output_options, top_k=top_k_options)
+    parser.add_argument("--output", type=local_path, metavar="FILE", help=formats)
+    parser.add_argument("--top_k", type=int, default=5, help="classes per image, at most all (%(default)s)")
+    args, paths = parse(parser, argv)
     classifier = load_classifier(args.model, args.device)
     is_table = args.output is not None and args.output.suffix.lower() == ".csv"
     config, exit_code, answers = classifier.model.config, 0, Counter[str]()

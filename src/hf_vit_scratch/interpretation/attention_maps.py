@@ -84,7 +84,7 @@ def class_attention(
         (B, rows, cols), non-negative, at least float32. It has no unit: compare patches of the same image only.
 
     Raises:
-        ValueError: There is another number of class ids.
+        RuntimeError: There is another number of class ids, or one that is out of bounds.
     """
     # A compiled graph would compute the attention that it returns and that of the logits apart.
     with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
@@ -92,20 +92,17 @@ def class_attention(
         pixel_values = pixel_values.clone().detach().requires_grad_()
         outputs = model.eval()(pixel_values, output_attentions=True, return_dict=True)
         logits = outputs.logits
-        ids = logits.argmax(dim=-1) if class_ids is None else class_ids
-        if len(ids) not in (1, len(logits)):
-            raise ValueError(
-                f"class_ids must have one id, or one for each of the {len(logits)} images, got {len(ids)}."
-            )
+        ids = logits.argmax(dim=-1) if class_ids is None else torch.as_tensor(class_ids, device=logits.device)
         # One backward pass serves all images: the logit of one has no gradient in another.
-        gradients = torch.autograd.grad(logits[range(len(logits)), ids].sum(), outputs.attentions)
+        scores = logits.gather(1, ids.expand(len(logits))[:, None])
+        gradients = torch.autograd.grad(scores.sum(), outputs.attentions)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     identity = torch.eye(gradients[0].shape[-1], dtype=dtype, device=logits.device)
     relevance = identity.expand(len(logits), -1, -1)
     for weights, gradient in zip(outputs.attentions, gradients, strict=True):
         weighted = (weights.detach().to(dtype) * gradient.to(dtype)).clamp(min=0).mean(dim=1)
         relevance = relevance + weighted @ relevance
-    grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
+    grid = model.vit.embeddings.patch_embeddings.grid_of(pixel_values)
     return over_patches(relevance - identity, grid, pooling=model.config.pooling)
 
 
@@ -197,7 +194,7 @@ def inspect_image(classifier: ImageClassificationPipeline, image: Image.Image, n
     model, image_processor = cast(Any, classifier.model), cast(Any, classifier.image_processor)
     inputs = image_processor(images=image, return_tensors="pt").to(model.device, model.dtype)
     pixel_values, pooling = inputs["pixel_values"], model.config.pooling
-    grid = model.vit.embeddings.patch_embeddings.grid_size(pixel_values)
+    grid = model.vit.embeddings.patch_embeddings.grid_of(pixel_values)
     with classes_by_number(model.config) as names:
         are_numbers = model.config.problem_type == "regression"
         predictions = classifier.postprocess(classifier.forward(inputs), top_k=len(names) if are_numbers else 5)
@@ -326,19 +323,15 @@ def main(argv: list[str]) -> int:
             print(f"vit-scratch explain: {str(error).removesuffix(ADVICE)}", file=sys.stderr)
             exit_code = 1
             continue
-        figures = draw_image(classifier, image)
-        _save({f"{number}_{Path(file).stem}_{name}": figure for name, figure in figures.items()}, args.output_dir)
+        for name, figure in draw_image(classifier, image).items():
+            _save(figure, args.output_dir / f"{number}_{Path(file).stem}_{name}.png")
     model: Any = classifier.model
-    figures = {
-        "position_similarity": draw_position_similarity(position_similarity(model)),
-        "patch_filters": draw_filters(patch_filters(model)),
-    }
-    _save(figures, args.output_dir)
+    _save(draw_position_similarity(position_similarity(model)), args.output_dir / "position_similarity.png")
+    _save(draw_filters(patch_filters(model)), args.output_dir / "patch_filters.png")
     return exit_code
 
 
-def _save(figures: Mapping[str, Figure], folder: Path) -> None:
-    """Write figures into a folder, and print their paths."""
-    for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        print(os.fsencode(folder / f"{name}.png").decode(errors="replace"))  # a name may not be UTF-8
+def _save(figure: Figure, path: Path) -> None:
+    """Write a figure, and print its path."""
+    figure.savefig(path, dpi=150)
+    print(os.fsencode(path).decode(errors="replace"))  # a name may not be UTF-8

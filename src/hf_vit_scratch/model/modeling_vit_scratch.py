@@ -105,7 +105,7 @@ class ViTScratchAttention(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.is_causal = config.is_causal  # read by flash, and by sdpa, which takes a missing one as True
+        self.is_causal = config.is_causal  # read by flash and sdpa; to sdpa, a missing one means True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
@@ -209,7 +209,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
         self.num_channels, self.patch_size = config.num_channels, config.patch_height_width
         self.projection = nn.Conv2d(config.num_channels, config.hidden_size, self.patch_size, stride=self.patch_size)
 
-    def grid_size(self, pixel_values: Tensor) -> tuple[int, int]:
+    def grid_of(self, pixel_values: Tensor) -> tuple[int, int]:
         """Return the number of patches along the height and along the width of these images."""
         height, width = pixel_values.shape[2:]
         return height // self.patch_size[0], width // self.patch_size[1]
@@ -269,7 +269,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
-        self.grid_size = config.grid_size  # of these positions; another model may change a shared config
+        self.grid_size = config.grid_size  # of the positions; another model may change the size in a shared config
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
@@ -285,8 +285,8 @@ class ViTScratchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         embeddings = self.patch_embeddings(pixel_values)
-        dtype = embeddings.dtype  # half precision under autocast; adding positions in float32 changes it
-        grid = self.patch_embeddings.grid_size(pixel_values)
+        dtype = embeddings.dtype  # half precision under autocast, which adding positions in float32 would change
+        grid = self.patch_embeddings.grid_of(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
                 raise ValueError("bool_masked_pos needs a mask token: use ViTScratchForMaskedImageModeling.")
@@ -307,8 +307,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ["image"]
-    # Losses are batch means, so the Trainer must divide them by the number of accumulation steps. Otherwise **kwargs
-    # in `forward` would mean that they are divided by `num_items_in_batch` already.
+    # The loss is the mean of a batch, so the Trainer must divide it by the number of accumulation steps. Without this
+    # line, **kwargs in `forward` would tell it that the loss is divided by `num_items_in_batch` already.
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]
@@ -316,7 +316,6 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _input_embed_layer = "patch_embeddings"
     # Another model's head is dropped without a warning.
     _keys_to_ignore_on_load_unexpected = {r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"}
@@ -325,11 +324,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         config.validate()  # fields can be set after construction, by from_pretrained among others
         super().__init__(config, *args, **kwargs)
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize weights and tokens, normally distributed; biases, zero; norms, with scale one and bias zero.
+        """Draw weights and tokens from a normal distribution. Biases are zero; norms have scale one and bias zero.
 
-        `init` leaves alone what was loaded. `trunc_normal_` truncates at -2 and 2, not at two standard deviations.
+        The functions of `init` leave loaded tensors alone. Values are cut at -2 and 2, not at two standard deviations.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -359,11 +357,11 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
-        is_object = hasattr(config, "grid_size")  # perhaps of remote code, where the class is another one
+        is_object = hasattr(config, "grid_size")  # not by its class: that of remote code is another one
         if not is_object and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif is_object and pretrained_model_name_or_path is not None:
-            options = kwargs | {"trust_remote_code": None}  # of which transformers would say that it has no effect
+            options = kwargs | {"trust_remote_code": None}  # or transformers would warn that it has no effect
             fields, _ = type(config).get_config_dict(pretrained_model_name_or_path, **options)
             saved = type(config).from_dict(fields) if fields else config  # an adapter's folder has no config.json
             if saved.grid_size != config.grid_size and saved.patch_height_width == config.patch_height_width:
@@ -426,8 +424,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: (B, C, height, width), normalized, of any size that the patch size divides. Unlike in
-                transformers' ViT, positions are interpolated without asking (`interpolate_pos_encoding=True`).
+            pixel_values: (B, C, height, width), normalized, of any size that the patch size divides. Positions are
+                always interpolated: `interpolate_pos_encoding`, which transformers' ViT needs for this, is ignored.
             bool_masked_pos: (B, rows * cols), True for patches to replace by the mask token, if the model has one.
             output_attentions: Whether to return `attentions`; if so, this call uses eager attention.
             output_hidden_states: Whether to return `hidden_states`.
@@ -435,7 +433,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
                 flex_attention for this call.
 
         Raises:
-            ValueError: The pixels or the mask have a wrong dtype or shape, or there is no mask token.
+            ValueError: The pixels or the mask have a wrong dtype or shape, or an option needs another configuration.
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -443,6 +441,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
         options: dict[str, Any] = {name: value for name, value in kwargs.items() if name != "interpolate_pos_encoding"}
+        if options.get("is_causal") not in (None, config.is_causal):
+            raise ValueError("is_causal is a field of the configuration, not an argument of a call.")
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
         if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)
@@ -452,7 +452,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             head_dim = config.hidden_size // config.num_attention_heads
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
-        # Not transformers' `capture_outputs`: it finds layers by their class, which FSDP2 replaces.
+        # Not transformers' `capture_outputs`: it looks a model up by the name of its class, which FSDP2 replaces.
         all_hidden_states, all_attentions = [hidden_states], []
         for layer in self.layers:
             hidden_states, attn_weights = layer(hidden_states, mask, **options)
@@ -530,9 +530,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
-        Labels of single classes are ids (B,) or probabilities (B, L), of multi-label classification zeros and ones
-        (B, L), of regression numbers (B, L), or (B,) for one label. With `label_scale`, the loss is that of
-        standardized labels, and logits are in the units of the labels.
+        `labels` are class ids (B,) or class probabilities (B, L); for several labels, zeros and ones (B, L); for
+        regression, numbers (B, L), or (B,) if L is 1. With `label_scale`, the loss is that of standardized labels, and
+        logits are in the units of the labels.
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
@@ -547,7 +547,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
         """Return the mean loss of a batch, a scalar."""
         # Not `self.loss_function`, which changes `config.problem_type` when labels are floats.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a loss
-        labels = labels.to(logits.device)  # the last device, if the model is spread over several
+        labels = labels.to(logits.device)  # where the head is, if the model is spread over several devices
         problem_type = self.config.problem_type or "single_label_classification"
         has_ids = problem_type == "single_label_classification" and not labels.is_floating_point()
         if self.config.num_labels == 1 and labels.ndim == 1 and not has_ids:
@@ -622,19 +622,19 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
     def __init__(self, config: ViTScratchConfig):
         config = copy.deepcopy(config)
-        config.set_output_features_output_indices(config.out_features, None)  # to save the default stage
+        config.set_output_features_output_indices(config.out_features, None)  # or a saved config would name no stage
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
     @can_return_tuple
-    @filter_output_hidden_states  # asks for hidden states, and removes them again unless the caller wants them
+    @filter_output_hidden_states  # computes hidden states, and returns them only if the caller wants them
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         """Return the patch tokens after each of the chosen stages as maps, with the arguments of `ViTScratchModel`.
 
-        Each passes the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
+        Each map passes through the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
-        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # the mixin's only raises
-        grid = self.embeddings.patch_embeddings.grid_size(pixel_values)
+        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # `super()` is the mixin
+        grid = self.embeddings.patch_embeddings.grid_of(pixel_values)
         feature_maps = []
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):
             if stage in self.out_features:
