@@ -638,7 +638,7 @@ def test_mixed_images_are_refused_for_models_of_other_libraries(tmp_path):
     )
     args = ViTTrainingArguments(str(tmp_path), eval_strategy="no", load_best_model_at_end=False, use_cpu=True)
 
-    with pytest.raises(UserError, match=r"mixing needs a model of this package: others take class probabilities for"):
+    with pytest.raises(UserError, match=r"mixing needs a model of this package: others would take its targets for"):
         ViTTrainer(vit, args, train_dataset=dataset, stage=stage)
 
 
@@ -650,7 +650,7 @@ def test_datasets_whose_classes_differ_are_refused(tmp_path):
     model = ViTScratchForImageClassification(ViTScratchConfig(**TINY))
     args = ViTTrainingArguments(str(tmp_path), use_cpu=True)
 
-    with pytest.raises(UserError, match=r"the classes of dataset 1 are .*, but those of dataset 0 are "):
+    with pytest.raises(UserError, match=r"the classes of other are .*, but those of train_dataset are "):
         ViTTrainer(model, args, train_dataset=dataset, eval_dataset={"other": other}, stage=stage)
 
 
@@ -752,6 +752,10 @@ def test_log_has_the_throughput_of_training_alone(tmp_path, monkeypatch):
     [
         ({"remove_unused_columns": True}, "remove_unused_columns must stay false: it would look for columns"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy must stay random: the order"),
+        (
+            {"restore_callback_states_from_checkpoint": True},
+            "restore_callback_states_from_checkpoint must stay false: a resumed run goes on counting",
+        ),
         ({"bf16_full_eval": True}, "bf16_full_eval must stay false: it would round the model itself"),
         ({"prediction_loss_only": True}, "prediction_loss_only must stay false: the report needs the answers"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics must stay false: the metrics are of all images"),

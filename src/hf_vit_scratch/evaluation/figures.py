@@ -95,14 +95,6 @@ def plot_reliability(bins: Sequence[dict[str, Any]], error: float, path: Path) -
     figure.savefig(path, dpi=110)
 
 
-def plot_report(report: dict[str, Any], confusion_matrix: Path, reliability: Path) -> None:
-    """Plot what a report of `detailed_report` has of a confusion matrix and a calibration into PNG files."""
-    if "confusion_matrix" in report:
-        plot_confusion(report["confusion_matrix"], report["labels"], confusion_matrix)
-    if calibration := report.get("calibration"):
-        plot_reliability(calibration["bins"], calibration["expected_calibration_error"], reliability)
-
-
 def plot_numbers(labels: Any, predictions: Any, names: Sequence[str], path: Path) -> None:
     """Plot predicted over true numbers, (N, L) each, into a PNG file, with a panel for each of the first six names."""
     names = names[:6]

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -24,8 +25,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..data.images import local_path
 from ..errors import UserError
 from ..model.configuration_vit_scratch import VARIANT_NAME, ViTScratchConfig
-from ..model.modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchPreTrainedModel
-from .figures import plot_curves, plot_report
+from ..model.modeling_vit_scratch import ViTScratchForImageClassification
 from .metrics import METRIC_NAMES, SHARES_OF_IMAGES, wilson_interval
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -39,7 +39,13 @@ LOGGED = (
 MAX_LOG_ROWS = 20
 GROUP_BY = ("--group_by", "--group-by")  # an expression, which may begin with a slash
 MISTAKES = "mistakes.png"  # drawn by a run whose images may be shown
-NUMBERS = "predictions.png"  # drawn by a run that learns numbers
+FIGURES = (
+    "curves.png",
+    "confusion_matrix.png",
+    "reliability.png",
+    "predictions.png",
+    MISTAKES,
+)  # those that there are
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
 
 
@@ -119,40 +125,38 @@ def make_card(
         recipe=yaml.safe_dump(
             {flag: _without_folders([f"--{flag}", value])[1] for flag, value in recipe.items()}, sort_keys=False
         ).strip(),
-        figures=_plot_figures(runs[0], reports[0], log, output),
+        figures=_copy_figures(runs[0], output),
         columns=[column for column in LOGGED if any(column in row for row in rows)],
         log=rows[:: -math.ceil(len(rows) / MAX_LOG_ROWS) or -1][::-1],  # with the last row
     )
 
 
 def make_run_card(
-    model: ViTScratchPreTrainedModel,
-    run: Path,
-    task: str,
-    is_in_train: bool,
-    *,
-    name: str | None = None,
-    license: str | None = None,
-    tags: Sequence[str] = (),
+    trainer: Any, *, model_name: Any = None, license: Any = None, tags: Any = None, **_: Any
 ) -> ModelCard:
-    """Write the card of a run into its folder: that of `make_card` if it was tested, else a short one."""
-    output, name = run / "README.md", name or run.resolve().name
+    """Write the card of a `ViTTrainer`'s run into its folder: that of `make_card` after a test, else a short one.
+
+    Arguments as for `Trainer.create_model_card`.
+    """
+    run, task = Path(trainer.args.output_dir), trainer.args.task
+    output, name, license = run / "README.md", model_name or run.resolve().name, license or trainer.args.license
+    tags = [tags] if isinstance(tags, str) else tags or []
     is_tested = all((run / file).is_file() for file in ("metrics.json", "recipe.yaml"))  # by `vit-scratch train`
-    if task == "image-classification" and not is_in_train and is_tested:
+    if task == "image-classification" and not trainer.is_in_train and is_tested:
         return make_card([run], output, name=name, license=license, tags=tags)
     status = "This card has no test results."
-    if is_in_train:
+    if trainer.is_in_train:
         status = "Its training goes on: these weights are not the last ones."
     elif task == "masked-image-modeling":
         status = "It was trained without labels, to reconstruct masked patches; other training can start from it."
-    is_classifier = isinstance(model, ViTScratchForImageClassification)
+    is_classifier = isinstance(trainer.model, ViTScratchForImageClassification)
     metadata = {
         "model_name": name,
         "license": license,
         "pipeline_tag": "image-classification" if is_classifier else "image-feature-extraction",
         "tags": ["vision", "vit", *tags],
     }
-    return _write_card(output, model.config, metadata, status=status)
+    return _write_card(output, trainer.model.config, metadata, status=status)
 
 
 def _write_card(output: Path, config: ViTScratchConfig, metadata: dict[str, Any], **fields: Any) -> ModelCard:
@@ -211,21 +215,15 @@ def results_of(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     return results
 
 
-def _plot_figures(run: Path, report: dict[str, Any], log: Sequence[dict[str, Any]], output: Path) -> dict[str, str]:
-    """Plot the figures of a run beside its card, and return their file names."""
+def _copy_figures(run: Path, output: Path) -> dict[str, str]:
+    """Copy the figures of a run beside its card, and return their file names."""
     prefix = "" if output.name == "README.md" else f"{output.stem}_"
-    drawn = {Path(name).stem: run / name for name in (MISTAKES, NUMBERS) if (run / name).is_file()}
-    names = ("curves", "confusion_matrix", "reliability", *drawn)
-    paths = {name: output.with_name(f"{prefix}{name}.png") for name in names}
+    drawn = {file: output.with_name(prefix + file) for file in FIGURES if (run / file).is_file()}
     output.parent.mkdir(parents=True, exist_ok=True)
-    for name in ("confusion_matrix", "reliability"):  # of an earlier card, of which this one may have none
-        paths[name].unlink(missing_ok=True)
-    plot_curves(log, paths["curves"])
-    plot_report(report, paths["confusion_matrix"], paths["reliability"])
-    for name, path in drawn.items():
-        if path.resolve() != paths[name].resolve():
-            shutil.copyfile(path, paths[name])
-    return {name: quote(path.name) for name, path in paths.items() if path.is_file()}
+    for file, copy in drawn.items():
+        with suppress(shutil.SameFileError):  # the card is in the folder of the run
+            shutil.copyfile(run / file, copy)
+    return {Path(file).stem: quote(copy.name) for file, copy in drawn.items()}
 
 
 def _without_folders(value: Any) -> Any:

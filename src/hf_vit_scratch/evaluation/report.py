@@ -20,9 +20,9 @@ from ..data.images import denormalize, images_of, local_path
 from ..data.masking import MaskedImageDataset
 from ..data.splits import SPLITS
 from ..data.targets import label_names
-from .figures import plot_curves, plot_images, plot_numbers
+from .figures import plot_confusion, plot_curves, plot_images, plot_numbers, plot_reliability
 from .metrics import compute_metrics, detailed_report, problem_type_of
-from .model_card import MISTAKES, NUMBERS, describe_machine, results_of
+from .model_card import MISTAKES, describe_machine, results_of
 from .trust import Trust
 
 NUM_MISTAKES = 24  # images in the figure
@@ -46,12 +46,11 @@ def report_on_test_split(
         return outputs.metrics
     output_dir, history = Path(trainer.args.output_dir), trainer.state.log_history
     (output_dir / "log.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+    plot_curves(history, output_dir / "curves.png")
     report = write_report(outputs, None if is_masked else test_dataset.rows, data, command, output_dir)
-    if isinstance(test_dataset, MaskedImageDataset):
-        if not trainer.is_fsdp_enabled:  # this process alone has only a part of each weight
-            with trainer.uncompiled_if(True):  # compiling for six images would take longer
-                draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
-        plot_curves(history, output_dir / "curves.png")
+    if isinstance(test_dataset, MaskedImageDataset) and not trainer.is_fsdp_enabled:  # which splits each weight
+        with trainer.uncompiled_if(True):  # compiling for six images would take longer
+            draw_reconstructions(trainer.model, test_dataset, output_dir / "_reconstructions.png")
     trainer.create_model_card()
     minutes = max(line.get("minutes", 0.0) for line in history)
     table = summary(report, len(test_dataset), minutes)
@@ -77,11 +76,12 @@ def predict_split(trainer: Any, dataset: ImageClassificationDataset) -> Any:
 def write_report(
     outputs: PredictionOutput, rows: Dataset | None, data: str, command: str, output_dir: Path
 ) -> dict[str, Any]:
-    """Write what was found on labelled rows into a folder, with every answer and the worst mistakes, and return it."""
+    """Write what was found on labelled rows into a folder, with all answers and figures, and return it."""
     # The data may have been moved since: then the run's list of its files says that they are private.
     is_local = local_path(data).exists() or (output_dir / SPLITS).is_file()
     on_the_hub = data != "digits" and not is_local
-    report = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub, **describe_machine()}
+    report: dict[str, Any] = {**(outputs.metrics or {}), "command": command, "data_is_on_the_hub": on_the_hub}
+    report |= describe_machine()
     if (listing := output_dir / LISTING).is_file():
         report["near_duplicates"] = len(listing.read_bytes().splitlines()) - 1  # without the header
     if trust := Trust.load(str(output_dir)):
@@ -90,7 +90,12 @@ def write_report(
         names = label_names(rows.features["label"])
         report |= {"labels": names, **detailed_report(outputs.predictions, outputs.label_ids, names)}
         if report["problem_type"] == "regression":
-            plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / NUMBERS)
+            plot_numbers(outputs.label_ids, outputs.predictions, names, output_dir / "predictions.png")
+        if "confusion_matrix" in report:
+            plot_confusion(report["confusion_matrix"], names, output_dir / "confusion_matrix.png")
+        if calibration := report.get("calibration"):
+            error = calibration["expected_calibration_error"]
+            plot_reliability(calibration["bins"], error, output_dir / "reliability.png")
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if rows is not None:
         # Files that begin with "_" are never uploaded: the images of a local folder are private.

@@ -22,6 +22,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "ignore_data_skip": (False, "a resumed run goes on with the images that are left"),
     "eval_do_concat_batches": (True, "the metrics are of all images together"),
     "batch_eval_metrics": (False, "the metrics are of all images together"),
+    "restore_callback_states_from_checkpoint": (False, "a resumed run goes on counting for early_stopping_patience"),
     "enable_jit_checkpoint": (False, "SIGTERM saves a checkpoint anyway"),
     "debug": ("", "it cannot be written into a recipe"),
     "hub_token": (None, "it would be published with the run's command; use `hf auth login` or HF_TOKEN"),

@@ -34,7 +34,6 @@ from ..data.options import DataArguments
 from ..data.splits import absolute, count_learnt, find_split, load_split, with_names
 from ..data.targets import targets_of
 from ..errors import UserError, blame_the_files, blame_the_user
-from ..evaluation.figures import plot_report
 from ..evaluation.metrics import compute_metrics
 from ..evaluation.predict import load_classifier, refuse_other_models
 from ..evaluation.report import predict_split, summary, write_report
@@ -70,7 +69,6 @@ def main(argv: Sequence[str]) -> None:
     outputs, output_dir = predict(rows), given.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
     report = write_report(outputs, rows, source, shlex.join(["vit-scratch", "evaluate", *argv]), output_dir)
-    plot_report(report, *(output_dir / f"{name}.png" for name in ("confusion_matrix", "reliability")))
     print(f"\n{summary(report, len(rows))}\nFiles      {output_dir}: metrics.json, _answers.csv and figures")
 
 

@@ -378,10 +378,8 @@ def train(trainer: ViTTrainer, recipe: Recipe, checkpoint: Path | None, command:
         trainer.accelerator.end_training()
         number = trainer.graceful_stop.signal
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        last, how = (
-            describe_last_checkpoint(training.output_dir),
-            " (by the same launcher)" * (training.world_size > 1),
-        )
+        last = describe_last_checkpoint(training.output_dir)
+        how = " (by the same launcher)" if training.world_size > 1 else ""
         further = f"Continue with{how}: {command} --resume_from_checkpoint true"
         if training.save_only_model:
             further = "It holds only the model: a run cannot be resumed from it, but --model can start a new one"

@@ -58,7 +58,7 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.clock.resume(state)
-        if args.process_index:  # or all processes would drop the same paths; a resumed run restores its own state
+        if args.process_index:  # or stochastic depth would drop the same branches in all; resuming restores each state
             torch.manual_seed(args.seed + args.process_index)
         if trainer.resumed_checkpoint is not None:
             checkpoint, minutes = trainer.resumed_checkpoint, f"{trainer.clock.minutes:.1f}"
@@ -71,11 +71,11 @@ class _Hooks(TrainerCallback):
         if isinstance(trainer.train_dataset, ImageClassificationStream):
             trainer.train_dataset.first_batch = state.global_step * args.gradient_accumulation_steps
         best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-        if (best / CHECKSUMS).is_file():  # of a resumed run, whose folder may have had another name
+        if (best / CHECKSUMS).is_file():  # the folder of a resumed run may have had another name
             state.best_model_checkpoint = str(best)
         trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
-            # Not `restore_callback_states_from_checkpoint`: it also restores the stop that a signal had asked for.
+            # Not `restore_callback_states_from_checkpoint`: it would restore the checkpoint's patience, too.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
             saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # saving needs one
             vars(trainer.early_stopping).update(saved)
@@ -86,8 +86,8 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
-        if self.trainer.sampler is not None:  # the stock Trainer fails to, if several processes resume
-            self.trainer.sampler.set_epoch(int(state.epoch or 0))
+        if self.trainer.sampler is not None:  # the stock Trainer does not, if several processes resume
+            self.trainer.sampler.set_epoch(int(state.epoch))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -104,8 +104,8 @@ class _Hooks(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A stop within an epoch fires this event, too, after `on_step_end` has saved. Only at the end of an epoch or
-        # of the training, evaluate and save again. A resumed run that was finished sees no batch: do neither.
+        # A stop within an epoch fires this event, too, but has saved already. So evaluate and save once more only at
+        # the end of an epoch or of the training. A resumed run that was finished has seen no batch: do neither.
         if self.trainer.stopped or not self.trainer.has_seen_batch:
             is_whole = state.epoch % 1 == 0 or state.global_step >= state.max_steps or self.trainer.clock.progress >= 1
             control.should_evaluate &= self.trainer.has_seen_batch and is_whole
@@ -158,22 +158,22 @@ class ViTTrainer(Trainer):
         super().__init__(model, args, data_collator or collate, *others, **kwargs)
         if self.compute_metrics is None and self.args.metric_for_best_model == type(self.args).metric_for_best_model:
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
-        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # for which lower is better
+        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # their default is that lower is better
             mode = "max" if self.args.greater_is_better else "min"
             self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes: we make none
+            warnings.filterwarnings(
+                "ignore", message="FSDP2-wrapped module"
+            )  # against in-place changes, which we do not make
         train = self.train_dataset
         ours = train if isinstance(train, ImageClassificationDataset) else None
         if self.args.balanced_sampling and train is not None and (ours is None or ours.labels.ndim > 1):
             raise UserError("balanced_sampling needs an ImageClassificationDataset with one class for each image.")
         mixes = ours is not None and ours.batch_transform.mixing is not None
         if mixes and not hasattr(getattr(self.model, "config", None), "image_height_width"):
-            raise UserError(
-                "mixing needs a model of this package: others take class probabilities for several labels."
-            )
-        features = {f"dataset {number}": own.rows.features for number, own in enumerate(self._own_datasets())}
+            raise UserError("mixing needs a model of this package: others would take its targets for several labels.")
+        features = {name: dataset.rows.features for name, dataset in self._image_datasets().items()}
         refuse_other_classes("The classes differ", features, ["label"])
         if stage is None and ours is not None and len(ours.batch_transform.stages) > 1:
             raise UserError("There are several training stages: give stage, the second result of training_stages.")
@@ -203,11 +203,11 @@ class ViTTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the stock Trainer does. Afterwards the model holds the averaged weights, if there are any.
 
-        SIGTERM saves a checkpoint and ends the training early, without an error: look at `stopped` before going on.
+        SIGTERM before the last step saves a checkpoint and ends the training without an error: look at `stopped` then.
 
         Raises:
             UserError: The loss is not finite, a checkpoint does not fit, or the disk is full.
-            KeyboardInterrupt: Ctrl-C was pressed, or a search was stopped; with `stopped`, a checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C was pressed, or a signal stopped a search. If `stopped`, a checkpoint was saved.
         """
         self.resumed_checkpoint = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is None and (old := complete_checkpoints(Path(self.args.output_dir))):
@@ -216,12 +216,12 @@ class ViTTrainer(Trainer):
         self.graceful_stop.signal = 0
         self.early_stopping.early_stopping_patience_counter = 0
         self._unfinished_checkpoint = None
-        for dataset in self._own_datasets():
+        for dataset in self._image_datasets().values():
             if dataset is self.train_dataset or self.args.eval_strategy != "no":
                 dataset.keep_decoded(self.args.device)  # before the clock starts
-        self._train_batch_size = self.args.train_batch_size  # a search of hyperparameters leaves the last trial's
+        self._train_batch_size = self.args.train_batch_size  # a search may have changed it in its last trial
         self.clock.start()
-        keep_freed_memory()
+        keep_freed_memory()  # so that a step reuses the memory of the one before
         # The stock Trainer would delete old checkpoints before the new one is complete. `close_checkpoint` waits.
         self._save_total_limit, self.args.save_total_limit = self.args.save_total_limit, None
         save_strategy = self.args.save_strategy
@@ -248,10 +248,11 @@ class ViTTrainer(Trainer):
             raise KeyboardInterrupt  # a search begins no later trial
         return output
 
-    def _own_datasets(self) -> list[ImageClassificationDataset]:
+    def _image_datasets(self) -> dict[str, ImageClassificationDataset]:
         evaluated: Any = self.eval_dataset
-        others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        return [each for each in (self.train_dataset, *others) if isinstance(each, ImageClassificationDataset)]
+        named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+        named = {"train_dataset": self.train_dataset, **named}
+        return {name: each for name, each in named.items() if isinstance(each, ImageClassificationDataset)}
 
     def optimize_model(self, choice: str) -> Optimization | None:
         """Make the model fast for training on this machine; models of other libraries stay as they are."""
@@ -278,7 +279,7 @@ class ViTTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates.
 
-        It is for `self.model`. `model`, the same in a wrapper, is ignored.
+        It is always for `self.model`. The argument `model` is the same model in a wrapper, and is ignored.
         """
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -294,7 +295,7 @@ class ViTTrainer(Trainer):
     def _get_dataloader(self, *, dataset: Any, batch_size: int, sampler_fn: Any, **others: Any) -> Any:  # type: ignore[override]
         if isinstance(dataset, ImageClassificationStream):
             dataset.batch_size = batch_size  # `auto_find_batch_size` may have changed it
-            # A stream makes batches for this process alone; accelerate would split them again.
+            # A stream makes the batches of this process alone; accelerate would divide them among all processes.
             names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
             options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
             return DataLoader(dataset, batch_size=None, collate_fn=self.data_collator, **options)
@@ -312,19 +313,19 @@ class ViTTrainer(Trainer):
         finally:
             self.args.dataloader_drop_last = drop_last
         if isinstance(dataset, ImageClassificationDataset) or not is_training:
-            # Each iterator draws a seed for its workers. From torch's own generator, this would change dropout and
-            # stochastic depth. Other training datasets keep that one: their workers' random numbers follow from it.
+            # Each iterator draws a seed for its workers. Drawn from torch's global generator, it would change dropout
+            # and stochastic depth. Other training datasets keep that generator: their random numbers follow from it.
             getattr(loader, "base_dataloader", loader).generator = torch.Generator()
         return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # Decoded images become the model's inputs on its device, by the transform of the dataset that they come from.
+        # Decoded images become inputs by the transform of the dataset that they come from. `training` only tells which
+        # dataset that is; whether images are augmented follows from the `stage` in the batch.
         inputs = super()._prepare_inputs(inputs)
         eval_dataset = getattr(self.callback_handler.eval_dataloader, "dataset", None)
         dataset: Any = self.train_dataset if self.model.training else eval_dataset
-        if hasattr(dataset, "batch_transform") and inputs["pixel_values"].dtype == torch.uint8:
-            inputs = dataset.batch_transform(inputs)
-        return inputs
+        is_decoded = hasattr(dataset, "batch_transform") and inputs["pixel_values"].dtype == torch.uint8
+        return dataset.batch_transform(inputs) if is_decoded else inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args, dataset = self.args, cast(Any, self.train_dataset if train_dataset is None else train_dataset)
@@ -358,8 +359,8 @@ class ViTTrainer(Trainer):
     ) -> Any:
         """Return the loss, in training weighted so that every image of an optimizer step counts the same.
 
-        The stock Trainer averages the losses of the accumulated batches, although the last may be smaller. A loss that
-        divides by `num_items_in_batch` itself is left alone.
+        The stock Trainer divides it by the number of accumulated batches, although the last may be smaller. A loss
+        that divides by `num_items_in_batch` itself is left alone.
         """
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         divides_itself = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -403,16 +404,16 @@ class ViTTrainer(Trainer):
         """Evaluate the averaged weights if there are any, uncompiled."""
         self.wait_for_push_before_forking()
         with self._averaged(), self.uncompiled_if(True):
-            # With several devices the last batch is padded with repeated images, and the stock loss counts them. That
-            # of `compute_metrics` replaces it, except for regression and masked images.
+            # With several devices, repeated images fill up the last batch, and the stock loss counts them twice. The
+            # loss of `compute_metrics` replaces it, but there is none for regression and masked images.
             output = super().evaluation_loop(*args, **kwargs)
         self.restart_throughput()
         return output
 
     # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. The stock Trainer calls
     # `save_model` first, so ours opens the checkpoint; then it writes the rest. `close_checkpoint` writes checksums
-    # and deletes old checkpoints: before a push, if there is one, otherwise at `on_save`. A checkpoint that is open
-    # when training ends by an exception was never complete.
+    # and deletes old checkpoints: before a push, if there is one, otherwise at `on_save`. If training ends by an
+    # exception, an open checkpoint stays incomplete.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
@@ -433,7 +434,7 @@ class ViTTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            # After a stop, this step may be saved again: the older checkpoints stay until the run is resumed.
+            # After a stop, this step may be saved once more, so older checkpoints stay until the run is resumed.
             limit = None if self.stopped else self._save_total_limit
             finish_checkpoint(self._unfinished_checkpoint, None if best is None else Path(best), limit)
         self.accelerator.wait_for_everyone()
@@ -463,7 +464,7 @@ class ViTTrainer(Trainer):
     # The Hub
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # The stock Trainer would push a checkpoint that is not complete. All processes must wait for each other here.
+        # The stock Trainer would push a checkpoint that is not complete. All processes call this, which waits for all.
         self.close_checkpoint()
         self.pushed_checkpoint = Path(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
@@ -473,22 +474,12 @@ class ViTTrainer(Trainer):
         if self.args.dataloader_num_workers:
             self._finish_current_push()
 
-    def create_model_card(  # type: ignore[override]  # by keywords only, as the Trainer itself calls it
-        self,
-        *,
-        license: str | None = None,
-        model_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **others: Any,
-    ) -> None:
-        """Write our card, without `others`; models of other classes get the stock one."""
+    def create_model_card(self, **given: Any) -> None:  # type: ignore[override]  # as the Trainer itself calls it
+        """Write our card, with `license`, `model_name` and `tags`; models of other classes get the stock one."""
         if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
-            super().create_model_card(license=license, model_name=model_name, tags=tags, **others)
-            return
-        if self.is_world_process_zero():
-            given = {"name": model_name, "license": license or self.args.license}
-            tags = [tags] if isinstance(tags, str) else tags or []
-            make_run_card(self.model, Path(self.args.output_dir), self.args.task, self.is_in_train, tags=tags, **given)
+            super().create_model_card(**given)
+        elif self.is_world_process_zero():
+            make_run_card(self, **given)
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ema is None else self.ema.swapped(self.model)
