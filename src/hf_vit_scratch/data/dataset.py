@@ -89,7 +89,7 @@ class BatchTransform:
     @property
     def enough(self) -> int | None:
         """Pixels per side to which `decode_image` may reduce a large image."""
-        # Without augmentation the pixels must be exactly those of transformers' pipeline.
+        # Without augmentation the pixels must be exactly those of transformers' pipeline, which reduces nothing first.
         return 2 * max(self.kept_size()) if any(self.stages) else None
 
     def decode(self, encoded: dict[str, Any] | None, name: str) -> Tensor:
@@ -110,7 +110,7 @@ class BatchTransform:
         return random_resized_crop(images, self.rng(keys, "cropping"), self.image_size(stage), scale)
 
     def rng(self, keys: NDArray[np.uint64], purpose: str) -> SampleRNG:
-        """Return one generator per image, seeded by `seed`, its two numbers in `keys`, and the purpose."""
+        """Return one generator per image. Its seed is made of `seed`, the image's row of `keys`, and the purpose."""
         number = ("augmentation", "mixing", "masking", "cropping").index(purpose)
         return SampleRNG([(self.seed, *key, number) for key in keys.tolist()])
 
@@ -129,7 +129,7 @@ class BatchTransform:
         keys, stage = batch.pop("keys"), batch.pop("stage")
         device = batch["pixel_values"].device
         images = batch["pixel_values"].to(device if device.type in TRANSFORM_DEVICES else "cpu")
-        # Without a stage it is evaluation. A stage of training without augmentation smooths and weights labels, too.
+        # In evaluation there is no stage. A stage without augmentation is still training, which smooths labels.
         augmentation = None if stage is None else self.stages[stage]
         if augmentation is not None:
             images = augmentation(images, self.rng(keys, "augmentation"))
@@ -170,7 +170,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def _size_to_keep(self) -> tuple[int, int]:
-        """Return the height and width of kept images: that of `BatchTransform`, or their own smaller one."""
+        """Return the height and width of kept images: that of `BatchTransform`, or a smaller one that all have."""
         height, width = self.batch_transform.kept_size()
         own: tuple[int, int] | None = None
         for (w, h), _ in map_images(lambda index, encoded: size_and_mode(encoded, f"image {index}"), self.rows):
@@ -182,9 +182,11 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def keep_decoded(self, device: torch.device) -> bool:
         """Decode all images once and keep them, in memory or in a file; return whether they are in memory.
 
-        They are if they take up at most `DECODED_BYTES_KEPT`: on the device of the first call, or on the CPU if it has
-        no room. More are kept in a file if `cache_images` is set, or not at all. An image that cannot be decoded is a
-        `UserError`.
+        Up to `DECODED_BYTES_KEPT`, they are in memory: on the device of the first call, or on the CPU if that has no
+        room or is not one of `TRANSFORM_DEVICES`. More are kept in a file if `cache_images` is set, or not at all.
+
+        Raises:
+            UserError: An image cannot be decoded.
         """
         if self._is_in_memory is None:
             height, width = self._size_to_keep()
@@ -204,8 +206,8 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
                 how = f"kept in {self._kept}"
             if self.batch_transform.stages:  # log the training images only
                 megabytes = math.prod(shape) / 1e6
-                logger.info("Training images of %dx%d pixels (%.3g MB) are %s.", width, height, megabytes, how)
-            self._is_in_memory = fits  # last: the next call, too, refuses an image that cannot be decoded
+                logger.info("Training images of %dx%d pixels (%.4g MB) are %s.", width, height, megabytes, how)
+            self._is_in_memory = fits  # last, so that a call after an error tries again
         return self._is_in_memory
 
     def _keep_in_file(self, shape: tuple[int, int, int, int]) -> Path:
@@ -219,7 +221,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
             digest.update(identity)
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_vit_scratch"
         file = folder / f"{digest.hexdigest()[:16]}.npy"
-        if not file.exists():  # a shared one may be only readable
+        if not file.exists():  # if it does, the folder may be shared and read-only
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_suffix(".lock")):  # one process decodes, and the others wait
                 if not file.exists():
@@ -239,7 +241,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         try:
             images = np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape)
             self._decode_into(torch.from_numpy(images))
-            images.flush()  # or after a power cut, the file may have its name without its pixels
+            images.flush()  # or a power cut could leave the file's name without its pixels
             del images  # Windows renames no open file
             unfinished.rename(file)
         finally:
@@ -264,7 +266,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
         """Return the batch of these rows, as a data loader asks for it."""
         if get_worker_info() is not None:  # not by `worker_init_fn`, which the stock Trainer sets
             set_up_worker_process()
-        places = range(len(self))  # negative numbers count from the end, and others raise an IndexError
+        places = range(len(self))  # negative numbers count from the end; one out of range raises an IndexError
         samples = [item if isinstance(item, Sample) else Sample(0, stage=None, row=places[item]) for item in items]
         indices = [sample.row for sample in samples]
         keys = np.array([(sample.epoch, sample.row) for sample in samples], np.uint64)
@@ -282,7 +284,7 @@ class ImageClassificationDataset(torch.utils.data.Dataset):
     def sample(self, size: int, seed: int, stage: int | None = -1) -> dict[str, Any]:
         """Return up to `size` random images as the model's inputs, in a stage or, for `None`, in evaluation.
 
-        The default is the last stage; that of `training_stages` has no augmentation.
+        The default is the last stage, which has no augmentation if `training_stages` has made it.
         """
         rows = np.random.default_rng(seed).permutation(len(self))[:size].tolist()
         return self.batch_transform(self.__getitems__([Sample(0, stage, row) for row in rows]))
@@ -297,7 +299,7 @@ def _read(kept: Tensor | Path, indices: list[int]) -> Tensor:
 
 
 def _identity(encoded: dict[str, Any] | None) -> bytes:
-    """Return bytes that differ if an encoded image does."""
+    """Return bytes that tell an encoded image from others: of its content, or the path, size and time of its file."""
     content, path = (None, None) if encoded is None else (encoded["bytes"], encoded["path"])
     if content is not None:
         return hashlib.sha256(content).digest()
@@ -316,14 +318,14 @@ def collate(batch: Any) -> Any:
 def set_up_worker_process() -> None:
     """Prepare a worker process of a data loader before its first batch.
 
-    It ignores Ctrl-C, and exits on SIGTERM only if its main process sent it. Terminals and schedulers signal the whole
-    job, but the main process still needs batches to finish its step. The main process's SIGTERM must work: after an
-    exception, multiprocessing ends leftover workers by it. This covers workers that are forked. A spawned one may end
-    by any SIGTERM, if a thread that started earlier does not block it.
+    It ignores Ctrl-C, and any SIGTERM that its main process did not send. Terminals and schedulers send signals to the
+    whole job, but the main process still needs batches to finish its step. The SIGTERM of the main process must work,
+    because multiprocessing ends leftover workers by it after an exception. In a worker that is spawned instead of
+    forked, an earlier thread may take a SIGTERM of others, which then ends the worker.
     """
     keep_freed_memory()  # so that a batch reuses the memory of the one before
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main = multiprocessing.parent_process()  # not os.getppid(), which may be the server that forked this process
+    main = multiprocessing.parent_process()  # os.getppid() may be the server that forked this process
     if main is None or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell the sender
         return
 
