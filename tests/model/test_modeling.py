@@ -809,11 +809,15 @@ def test_bad_pixel_values_are_refused(pixel_values, message):
         tiny_model()(pixel_values)
 
 
-def test_is_causal_as_an_argument_of_a_call_is_refused(pixel_values):
+@pytest.mark.parametrize(("name", "accepted", "refused"), [
+    ("is_causal", False, True),  # which eager attention would ignore, and sdpa would not
+    ("attention_mask", None, torch.ones(3, 13)),
+])  # fmt: skip
+def test_options_of_text_models_are_refused_unless_they_change_nothing(name, accepted, refused, pixel_values):
     model = tiny_model()
-    assert_equal(model(pixel_values, is_causal=False)[0], model(pixel_values)[0])
-    with pytest.raises(ValueError, match=r"is_causal is a field of the configuration, not an argument of a call\."):
-        model(pixel_values, is_causal=True)  # which eager attention would ignore, and sdpa would not
+    assert_equal(model(pixel_values, **{name: accepted})[0], model(pixel_values)[0])
+    with pytest.raises(ValueError, match=r"takes no attention_mask, and is_causal is a field of the configuration\."):
+        model(pixel_values, **{name: refused})
 
 
 def test_causal_classifier_on_the_class_token_is_refused():

@@ -89,7 +89,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ViTScratchRMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight follows the dtype of its input, which torch's fused kernel needs under autocast."""
+    """RMSNorm whose weight has the dtype of its input, which torch's fused kernel needs under autocast on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -105,12 +105,12 @@ class ViTScratchAttention(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.is_causal = config.is_causal  # read by flash and sdpa; to sdpa, a missing one means True
+        self.is_causal = config.is_causal  # flash and sdpa read it; without it, sdpa takes True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        # Query-key norm, Henry et al. 2020, https://arxiv.org/abs/2010.04245, by RMSNorm: its weight bounds scores.
+        # Query-key norm, Henry et al. 2020, https://arxiv.org/abs/2010.04245, but by RMSNorm: scores stay small.
         self.q_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = ViTScratchRMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -157,10 +157,10 @@ class ViTScratchMLP(nn.Module):
 
 
 class ViTScratchDropPath(nn.Dropout):
-    """Stochastic depth: dropout of one number per image, so in training a residual branch is dropped for whole images.
+    """Stochastic depth: in training, a residual branch is dropped for some images, by dropout of one number per image.
 
     (B, N, D) -> (B, N, D). After Huang et al. 2016, https://arxiv.org/abs/1603.09382. A kept branch is divided by the
-    probability of keeping it, so its expected value stays.
+    probability of keeping it, so its mean stays the same.
     """
 
     def forward(self, branch: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class ViTScratchLayer(GradientCheckpointingLayer):
 class ViTScratchPatchEmbeddings(nn.Module):
     """Cut images into patches and project each linearly; [1] eq. 1, E.  (B, C, height, width) -> (B, rows * cols, D).
 
-    A convolution whose stride is its kernel is exactly that: one matrix product per patch.
+    A convolution whose stride is its kernel size does this: one matrix product per patch.
     """
 
     def __init__(self, config: ViTScratchConfig):
@@ -226,7 +226,7 @@ class ViTScratchPatchEmbeddings(nn.Module):
             )
         # Pixels come from the image processor in float32; the weights may be in half precision.
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
-        return patches.flatten(2).transpose(1, 2).contiguous()  # otherwise each norm copies the tokens
+        return patches.flatten(2).transpose(1, 2).contiguous()  # or without a class token, each norm copies them
 
 
 def sincos2d_positions(grid: tuple[int, int], hidden_size: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -269,7 +269,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig, use_mask_token: bool = False):
         super().__init__()
-        self.grid_size = config.grid_size  # of the positions; another model may change the size in a shared config
+        self.grid_size = config.grid_size  # the positions' own: a model that shares `config` may change its size
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.num_prefix_tokens else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if use_mask_token else None
@@ -285,7 +285,7 @@ class ViTScratchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         embeddings = self.patch_embeddings(pixel_values)
-        dtype = embeddings.dtype  # half precision under autocast, which adding positions in float32 would change
+        dtype = embeddings.dtype  # half precision under autocast; positions in float32 would change it
         grid = self.patch_embeddings.grid_of(pixel_values)
         if bool_masked_pos is not None:
             if self.mask_token is None:
@@ -317,7 +317,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _input_embed_layer = "patch_embeddings"
-    # Another model's head is dropped without a warning.
+    # Another model's head or mask token is dropped without a warning.
     _keys_to_ignore_on_load_unexpected = {r"^classifier\.", r"^pre_logits\.", r"^decoder\.", r"\bmask_token$"}
 
     def __init__(self, config: ViTScratchConfig, *args: Any, **kwargs: Any):
@@ -331,9 +331,8 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
-            if isinstance(module, nn.Conv2d) and module.in_channels == self.config.num_channels:  # of pixels
-                fan_in = module.in_channels * math.prod(module.kernel_size)
-                std = self.config.patch_initializer_range or fan_in**-0.5
+            if isinstance(module, nn.Conv2d) and module.in_channels == self.config.num_channels:  # of the patches
+                std = self.config.patch_initializer_range or module.weight[0].numel() ** -0.5  # by the fan-in
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
@@ -357,7 +356,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         """
         kwargs["use_safetensors"] = True
         image_size = None  # transformers loads weights of the saved size only, so another one is set afterwards
-        is_object = hasattr(config, "grid_size")  # not by its class: that of remote code is another one
+        is_object = hasattr(config, "grid_size")  # not isinstance: remote code has a class of its own
         if not is_object and "patch_size" not in kwargs:
             image_size = kwargs.pop("image_size", None)
         elif is_object and pretrained_model_name_or_path is not None:
@@ -441,8 +440,9 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
 
         hidden_states, grid = self.embeddings(pixel_values, bool_masked_pos)
         options: dict[str, Any] = {name: value for name, value in kwargs.items() if name != "interpolate_pos_encoding"}
-        if options.get("is_causal") not in (None, config.is_causal):
-            raise ValueError("is_causal is a field of the configuration, not an argument of a call.")
+        is_causal = options.pop("is_causal", None)
+        if options.pop("attention_mask", None) is not None or is_causal not in (None, config.is_causal):
+            raise ValueError("A call takes no attention_mask, and is_causal is a field of the configuration.")
         implementation = "eager" if output_attentions else kwargs.get("attn_implementation")
         if implementation is not None:  # mask functions read the config, layers read the options
             config = copy.copy(config)
@@ -453,7 +453,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             options["position_embeddings"] = rope2d_cos_sin(grid, head_dim, config.num_prefix_tokens, hidden_states)
 
         # Not transformers' `capture_outputs`: it looks a model up by the name of its class, which FSDP2 replaces.
-        all_hidden_states, all_attentions = [hidden_states], []
+        all_hidden_states, all_attentions = ([hidden_states] if output_hidden_states else []), []
         for layer in self.layers:
             hidden_states, attn_weights = layer(hidden_states, mask, **options)
             if output_hidden_states:  # otherwise their memory can be freed
@@ -461,7 +461,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             if output_attentions:
                 all_attentions.append(attn_weights)
 
-        # LayerNorm and mean do not commute, so the order is part of the model.
+        # With `fc_norm`, pool first, then normalize. LayerNorm and mean do not commute, so the order matters.
         last_hidden_state = hidden_states if config.fc_norm else self.layernorm(hidden_states)
         patches = last_hidden_state[:, config.num_prefix_tokens :]
         pooled = last_hidden_state[:, 0] if config.pooling == "cls" else patches.mean(dim=1)
@@ -530,9 +530,9 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Classify images, with the arguments of `ViTScratchModel.forward`.
 
-        `labels` are class ids (B,) or class probabilities (B, L); for several labels, zeros and ones (B, L); for
-        regression, numbers (B, L), or (B,) if L is 1. With `label_scale`, the loss is that of standardized labels, and
-        logits are in the units of the labels.
+        `labels` are class ids (B,) or class probabilities (B, L); for multi-label classification, zeros and ones
+        (B, L); for regression, numbers (B, L), or (B,) if L is 1. With `label_scale`, the loss is that of standardized
+        labels, and logits are in the units of the labels.
         """
         outputs = self.vit(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.pre_logits(outputs.pooler_output))
@@ -633,7 +633,7 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchModel):
 
         Each map passes through the final LayerNorm, as in DINOv2's backbone, unless `fc_norm` is set.
         """
-        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # `super()` is the mixin
+        outputs = ViTScratchModel.forward(self, pixel_values, return_dict=True, **kwargs)  # super() is the mixin
         grid = self.embeddings.patch_embeddings.grid_of(pixel_values)
         feature_maps = []
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states, strict=True):
