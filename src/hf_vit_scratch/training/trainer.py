@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Hooks(TrainerCallback):
-    """What `ViTTrainer` does at the Trainer's events, in order. Callbacks given to its constructor run before."""
+    """What `ViTTrainer` does at the Trainer's events, after the callbacks given to its constructor."""
 
     def __init__(self, trainer: "ViTTrainer"):
         self.trainer = trainer
@@ -86,7 +86,7 @@ class _Hooks(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.wait_for_push_before_forking()
-        if self.trainer.sampler is not None:  # the stock Trainer does not, if several processes resume
+        if self.trainer.sampler is not None:  # the stock Trainer omits this if several processes resume
             self.trainer.sampler.set_epoch(int(state.epoch))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,8 +104,8 @@ class _Hooks(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A stop within an epoch fires this event, too, but has saved already. So evaluate and save once more only at
-        # the end of an epoch or of the training. A resumed run that was finished has seen no batch: do neither.
+        # A stop fires this event even within an epoch, but has saved already. So evaluate, and save again with the
+        # result, only at the end of an epoch or of the training. A finished run that was resumed does neither.
         if self.trainer.stopped or not self.trainer.has_seen_batch:
             is_whole = state.epoch % 1 == 0 or state.global_step >= state.max_steps or self.trainer.clock.progress >= 1
             control.should_evaluate &= self.trainer.has_seen_batch and is_whole
@@ -163,9 +163,7 @@ class ViTTrainer(Trainer):
             self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
         if self.is_fsdp_enabled:
             refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
-            warnings.filterwarnings(
-                "ignore", message="FSDP2-wrapped module"
-            )  # against in-place changes, which we do not make
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes; we make none
         train = self.train_dataset
         ours = train if isinstance(train, ImageClassificationDataset) else None
         if self.args.balanced_sampling and train is not None and (ours is None or ours.labels.ndim > 1):
@@ -188,7 +186,8 @@ class ViTTrainer(Trainer):
         self.pushed_checkpoint: Path | None = None
         self._unfinished_checkpoint: Path | None = None
         self._save_total_limit: int | None = None
-        self._images_in_step, self._images_since_log, self._counted_since = 0, 0, 0.0  # see `restart_throughput`
+        self._images_in_step = 0  # see `compute_loss`
+        self.restart_throughput()
         self.optimization = self.optimize_model(self.args.speed_choice)
         self.add_callback(_Hooks(self))  # after those that ask for a save or an evaluation: it adds the log line
         self.callback_handler.callbacks.insert(0, LossWatch())  # before a printer, whose pipe may be broken
@@ -219,7 +218,7 @@ class ViTTrainer(Trainer):
         for dataset in self._image_datasets().values():
             if dataset is self.train_dataset or self.args.eval_strategy != "no":
                 dataset.keep_decoded(self.args.device)  # before the clock starts
-        self._train_batch_size = self.args.train_batch_size  # a search may have changed it in its last trial
+        self._train_batch_size = self.args.train_batch_size  # a search or a smaller batch may have left another
         self.clock.start()
         keep_freed_memory()  # so that a step reuses the memory of the one before
         # The stock Trainer would delete old checkpoints before the new one is complete. `close_checkpoint` waits.
@@ -228,7 +227,7 @@ class ViTTrainer(Trainer):
         try:
             with self.graceful_stop.listening():
                 output = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-        except KeyboardInterrupt:  # a second Ctrl-C, before the checkpoint was complete
+        except KeyboardInterrupt:  # a second Ctrl-C: the checkpoint may be incomplete
             self.stopped = False
             raise
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch.save
@@ -277,7 +276,7 @@ class ViTTrainer(Trainer):
         return speed
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer of the arguments (AdamW, or Muon with AdamW), with layer-wise learning rates.
+        """Create the optimizer that `optim` names, or Muon with AdamW, with layer-wise learning rates.
 
         It is always for `self.model`. The argument `model` is the same model in a wrapper, and is ignored.
         """
@@ -319,8 +318,8 @@ class ViTTrainer(Trainer):
         return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # Decoded images become inputs by the transform of the dataset that they come from. `training` only tells which
-        # dataset that is; whether images are augmented follows from the `stage` in the batch.
+        # Decoded images become inputs by the transform of their dataset. `training` tells which dataset that is; the
+        # `stage` in the batch tells whether to augment.
         inputs = super()._prepare_inputs(inputs)
         eval_dataset = getattr(self.callback_handler.eval_dataloader, "dataset", None)
         dataset: Any = self.train_dataset if self.model.training else eval_dataset
@@ -412,14 +411,14 @@ class ViTTrainer(Trainer):
 
     # Checkpoints. `train` sets `save_total_limit` to None, so the stock Trainer deletes none. The stock Trainer calls
     # `save_model` first, so ours opens the checkpoint; then it writes the rest. `close_checkpoint` writes checksums
-    # and deletes old checkpoints: before a push, if there is one, otherwise at `on_save`. If training ends by an
-    # exception, an open checkpoint stays incomplete.
+    # and deletes old checkpoints: before a push, if there is one, otherwise at `on_save`. After an exception, an
+    # open checkpoint stays incomplete, or is deleted if the disk is full.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged weights if there are any; in a checkpoint, the trained weights beside them."""
         if _internal_call and output_dir is not None:  # the stock Trainer begins a checkpoint
             self._unfinished_checkpoint = Path(output_dir)
-            if self.args.should_save:  # remove what an earlier attempt at this step has left
+            if self.args.should_save:  # remove an earlier save of this step, even a complete one
                 delete_checkpoint(Path(output_dir))
             self.accelerator.wait_for_everyone()
         with self._averaged():
@@ -464,7 +463,7 @@ class ViTTrainer(Trainer):
     # The Hub
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # The stock Trainer would push a checkpoint that is not complete. All processes call this, which waits for all.
+        # The stock Trainer would push a checkpoint that is not complete. All processes come here, as it waits for all.
         self.close_checkpoint()
         self.pushed_checkpoint = Path(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
@@ -476,7 +475,7 @@ class ViTTrainer(Trainer):
 
     def create_model_card(self, **given: Any) -> None:  # type: ignore[override]  # as the Trainer itself calls it
         """Write our card, with `license`, `model_name` and `tags`; models of other classes get the stock one."""
-        if not isinstance(self.model, ViTScratchPreTrainedModel):  # an adapter, whose card names its base
+        if not isinstance(self.model, ViTScratchPreTrainedModel):  # such as an adapter, whose card names its base
             super().create_model_card(**given)
         elif self.is_world_process_zero():
             make_run_card(self, **given)
