@@ -39,13 +39,7 @@ LOGGED = (
 MAX_LOG_ROWS = 20
 GROUP_BY = ("--group_by", "--group-by")  # an expression, which may begin with a slash
 MISTAKES = "mistakes.png"  # drawn by a run whose images may be shown
-FIGURES = (
-    "curves.png",
-    "confusion_matrix.png",
-    "reliability.png",
-    "predictions.png",
-    MISTAKES,
-)  # those that there are
+FIGURES = ("curves.png", "confusion_matrix.png", "reliability.png", "predictions.png", MISTAKES)
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "datasets")
 
 
