@@ -252,15 +252,11 @@ def _can_be_packed(layer: Any, x: Tensor) -> bool:
 class _PackedWeights:
     """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
 
-    def __init__(
-        self, state: list[tuple[int, int]], sources: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int
-    ):
+    def __init__(self, state: Sequence[Any], sources: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int):
         weight, self.bias = _joined(linear[:3])
         weights = (weight, *(layer.weight for layer in linear[3:]))
-        self.state, self.sources = (
-            state,
-            [one.detach() for one in sources],
-        )  # kept, or a new one could have their place
+        self.state = state
+        self.sources = [one.detach() for one in sources]  # kept, or new ones could get their addresses
         self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
