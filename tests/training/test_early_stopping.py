@@ -2,6 +2,7 @@
 
 import pytest
 from test_trainer import make_trainer
+from transformers import TrainerCallback
 
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.training.arguments import ViTTrainingArguments
@@ -36,6 +37,20 @@ def test_resumed_run_stops_where_the_undisturbed_one_does(trainer, step, tmp_pat
     assert ("That run is finished: nothing is left to train." in caplog.text) == (step == 3)
     assert resumed.state.global_step == 3
     assert len([line for line in resumed.state.log_history if "eval_loss" in line]) == 3
+
+
+class StopAtOnce(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def test_stop_that_a_callback_asks_for_holds_in_a_resumed_run(trainer, tmp_path):
+    trainer().train()
+    resumed = trainer()
+    resumed.add_callback(StopAtOnce)
+    resumed.callback_handler.callbacks.insert(0, resumed.callback_handler.callbacks.pop())  # as given to the trainer
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 2
 
 
 def test_patience_can_be_added_on_resuming(trainer, tmp_path):

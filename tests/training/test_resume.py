@@ -17,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_script import ROOT, SMALL, train
-from test_trainer import EarlierIsBetter, make_trainer
+from test_trainer import EarlierIsBetter, make_trainer, run_out_of_memory_above
 
 from hf_vit_scratch.data import dataset
 from hf_vit_scratch.errors import UserError
 from hf_vit_scratch.speed import optimize
 from hf_vit_scratch.training.checkpointing import finish_checkpoint
+from hf_vit_scratch.training.ema import EMA
 from hf_vit_scratch.training.recipe import parse_recipe
 from hf_vit_scratch.training.run_directory import resolve_checkpoint
 from hf_vit_scratch.training.trainer import ViTTrainer
@@ -138,19 +139,32 @@ def test_run_stopped_at_the_end_of_an_epoch_keeps_its_evaluation(tmp_path, monke
     assert losses[0] == losses[1]
 
 
-def test_half_written_checkpoint_is_deleted(tmp_path, monkeypatch):
+def _fill_the_disk_of_a_file():
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _fill_the_disk_of_a_file,
+        lambda: torch.save(torch.zeros(9), "/dev/full"),  # torch's errors do not name the reason
+        lambda: torch.save(torch.zeros(10**6), "/dev/full"),
+    ],
+    ids=["file", "small tensor", "large tensor"],
+)
+def test_half_written_checkpoint_is_deleted(write, tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
     save_optimizer = type(trainer)._save_optimizer_and_scheduler
 
     def fail_at_the_second(self, output_dir):
         save_optimizer(self, output_dir)
         if self.state.global_step == 4:
-            raise OSError(28, "No space left on device")
+            write()
 
     monkeypatch.setattr(type(trainer), "_save_optimizer_and_scheduler", fail_at_the_second)
     with pytest.raises(
         UserError,
-        match=r"has no space left .*No space left on device\)\. Free some\. The last complete .*checkpoint-2\.",
+        match=r"has no space left \(.+\)\. Free some\. The last complete checkpoint is .*checkpoint-2\.",
     ):
         trainer.train()
 
@@ -301,6 +315,19 @@ def test_checkpoint_holds_the_average_as_the_model_and_the_trained_weights_besid
     final = trainer.model.state_dict()
     assert all(torch.equal(final[name], average[name]) for name in final)
     assert not torch.equal(average["classifier.weight"], trained["classifier.weight"])
+
+
+def test_average_of_a_resumed_run_survives_a_smaller_batch_size(tmp_path, monkeypatch):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3, ema_decay=0.9).train()
+    resumed, averages = make_trainer(tmp_path, auto_find_batch_size=True, ema_decay=0.9), []
+    run_out_of_memory_above(4, resumed, monkeypatch)
+    monkeypatch.setattr(EMA, "update_parameters", lambda self, model: averages.append(list(self._averages)))
+
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    names = [name for name, _ in resumed.model.named_parameters()]
+    assert all(torch.equal(saved[name], average) for name, average in zip(names, averages[0], strict=True))
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied"])

@@ -48,6 +48,8 @@ from .optimizers import SCHEDULE_STEPS, build_optimizer, follow_progress
 
 logger = logging.getLogger(__name__)
 
+SIGNS_OF_A_FULL_DISK = ("No space left", "unexpected pos", "iostream error")  # the last two are torch.save's
+
 
 class _Hooks(TrainerCallback):
     """What `ViTTrainer` does at the Trainer's events, after the callbacks given to its constructor."""
@@ -68,20 +70,21 @@ class _Hooks(TrainerCallback):
         optimized = trainer.optimization
         if optimized is not None and optimized.model is not trainer.model:  # `model_init` made another
             trainer.optimization = trainer.optimize_model(optimized.choice)
-        if isinstance(trainer.train_dataset, ImageClassificationStream):
+        if isinstance(trainer.train_dataset, ImageClassificationStream):  # the loop skips those before undecoded
             trainer.train_dataset.first_batch = state.global_step * args.gradient_accumulation_steps
         best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
         if (best / CHECKSUMS).is_file():  # the folder of a resumed run may have had another name
             state.best_model_checkpoint = str(best)
-        trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
+        if trainer.ema is None:  # else a batch was too large, and training begins again with a smaller one
+            trainer.ema = EMA.start(trainer.model, args.ema_decay, state, trainer.resumed_checkpoint)
         if args.early_stopping_patience is not None:
             # Not `restore_callback_states_from_checkpoint`: it would restore the checkpoint's patience, too.
             name, new = EarlyStoppingCallback.__name__, trainer.early_stopping.state()
             saved = state.stateful_callbacks.setdefault(name, new)["attributes"]  # saving needs one
             vars(trainer.early_stopping).update(saved)
-            control.should_training_stop = saved["early_stopping_patience_counter"] >= args.early_stopping_patience
-        finished = state.global_step >= state.max_steps or trainer.clock.progress >= 1 or control.should_training_stop
-        if trainer.resumed_checkpoint is not None and finished:
+            control.should_training_stop |= saved["early_stopping_patience_counter"] >= args.early_stopping_patience
+        control.should_training_stop |= state.global_step >= state.max_steps or trainer.clock.progress >= 1
+        if trainer.resumed_checkpoint is not None and control.should_training_stop:
             logger.info("That run is finished: nothing is left to train. To train longer, start a new run.")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -156,6 +159,7 @@ class ViTTrainer(Trainer):
             raise UserError(f"args must be ViTTrainingArguments, got {type(args).__name__}.")
         args = copy.copy(args)  # which is changed below, and may be that of another trainer
         super().__init__(model, args, data_collator or collate, *others, **kwargs)
+        # The default metric needs `compute_metrics`.
         if self.compute_metrics is None and self.args.metric_for_best_model == type(self.args).metric_for_best_model:
             self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
         if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # their default is that lower is better
@@ -230,8 +234,8 @@ class ViTTrainer(Trainer):
         except KeyboardInterrupt:  # a second Ctrl-C: the checkpoint may be incomplete
             self.stopped = False
             raise
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch.save
-            if self._unfinished_checkpoint is None or "No space left" not in str(error):
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self._unfinished_checkpoint is None or not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
                 raise
             if self.args.should_save:
                 delete_checkpoint(self._unfinished_checkpoint)
@@ -286,7 +290,10 @@ class ViTTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Create the stock schedule. With `max_train_minutes` it follows the time or the steps, whichever is ahead."""
+        """Create the stock schedule, unless one was given.
+
+        With `max_train_minutes` it follows the time or the steps, whichever is ahead.
+        """
         if self.args.max_train_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         return follow_progress(super().create_scheduler(SCHEDULE_STEPS, optimizer), lambda: self.clock.progress)
@@ -345,9 +352,7 @@ class ViTTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, and remember how many images they hold together."""
-        # Resuming a finished run must add no step; the stock loop would add one.
-        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps or self.clock.progress >= 1
-        if self.control.should_training_stop:
+        if self.control.should_training_stop:  # since `on_train_begin`; the stock loop would make a step
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._images_in_step = sum(len(batch["pixel_values"]) for batch in batches)
@@ -400,7 +405,7 @@ class ViTTrainer(Trainer):
         self._images_since_log, self._counted_since = 0, time.perf_counter()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the averaged weights if there are any, uncompiled."""
+        """Evaluate the averaged weights if there are any, uncompiled: each batch size would be compiled anew."""
         self.wait_for_push_before_forking()
         with self._averaged(), self.uncompiled_if(True):
             # With several devices, repeated images fill up the last batch, and the stock loss counts them twice. The
