@@ -426,7 +426,7 @@ def test_model_that_is_optimized_stays_so(saved, mixed_images):
     assert len([*predict.predict(classifier, find_images([str(mixed_images)]))]) == 9
 
     assert classifier.model.config._attn_implementation == "eager"
-    assert any("packed" in vars(module) for module in classifier.model.modules())
+    assert any("made" in vars(module) for module in classifier.model.modules())
 
 
 def test_threads_are_no_more_than_a_container_allows(saved, mixed_images, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import TINY, randomize_
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,6 +19,7 @@ from hf_vit_scratch import (
     ViTScratchForMaskedImageModeling,
 )
 from hf_vit_scratch.speed import fused
+from hf_vit_scratch.speed.hardware import can_compile
 from hf_vit_scratch.speed.optimize import optimize
 
 PIXELS = torch.empty(3, 3, 16, 24)
@@ -163,7 +165,7 @@ def test_packed_weights_give_the_same_outputs_for_every_batch(choice, dtype, fie
         with torch.inference_mode():
             expected, actual = plain(pixels).logits, fast(pixels).logits
         can = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        assert (fast.vit.layers[0].packed is not None) == can
+        assert (fast.vit.layers[0].made is not None) == can
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
@@ -176,7 +178,7 @@ def test_bfloat16_runs_as_it_is_where_the_processor_cannot_pack_it(monkeypatch):
     with torch.inference_mode():
         assert torch.equal(fast(pixels).logits, plain(pixels).logits)
 
-    assert fast.vit.layers[0].packed is None
+    assert fast.vit.layers[0].made is None
 
 
 @torch.no_grad()
@@ -487,3 +489,102 @@ def test_gradients_of_the_functions_are_the_numeric_ones():
         (fused._Rotation, (pair_of_heads, angles.cos(), angles.sin())),
     ):
         assert torch.autograd.gradcheck(function.apply, inputs)
+
+
+def frozen(model, backend=lambda graph, _: copy.deepcopy(graph)):
+    """Compile a model for inference. The default backend copies the weights into the graph, as inductor does."""
+    torch.compiler.reset()
+    optimize(model.eval(), PIXELS, compile={"backend": backend}, choice="sdpa+qkv")
+    return model
+
+
+@torch.inference_mode()
+def outputs(model, pixels):
+    return model(pixels)[0]
+
+
+def assert_same_outputs(fast, plain, pixels):
+    torch.testing.assert_close(outputs(fast, pixels), outputs(plain, pixels), rtol=1e-5, atol=1e-5)
+
+
+@STYLES
+@pytest.mark.parametrize("model_class", [ViTScratchForImageClassification, ViTScratchForMaskedImageModeling])
+def test_model_compiled_for_inference_gives_the_same_outputs_for_every_batch(model_class, fields):
+    plain = build(model_class, **fields).eval()
+    fast = frozen(copy.deepcopy(plain))
+    for number in (3, 1):
+        assert_same_outputs(fast, plain, torch.randn(number, 3, 16, 24))
+
+
+@pytest.mark.skipif(not can_compile("cpu"), reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_inductor_packs_the_weights_of_a_model_that_is_compiled_for_inference(dtype):
+    plain = build(dtype=dtype).eval()
+    fast, pixels = frozen(copy.deepcopy(plain), "inductor"), torch.randn_like(PIXELS, dtype=dtype)
+    actual, (code,) = run_and_get_code(outputs, fast, pixels)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(actual, outputs(plain, pixels), rtol=tolerance, atol=tolerance)
+    assert "addmm(" not in code
+
+
+def _load(model, other):
+    model.load_state_dict(other.state_dict())
+
+
+@torch.no_grad()
+def _change_in_place(model, other):
+    for own, its in zip(model.parameters(), other.parameters(), strict=True):
+        own.copy_(its)
+
+
+def _exchange_data(model, other):  # as a moving average does
+    for own, its in zip(model.parameters(), other.parameters(), strict=True):
+        own.data = its.data
+
+
+def _replace_modules(model, other):
+    for name, child in copy.deepcopy(other).named_children():
+        setattr(model, name, child)
+
+
+@pytest.mark.parametrize("change", [_load, _change_in_place, _exchange_data, _replace_modules])
+def test_model_compiled_for_inference_follows_its_weights(change):
+    fast, other, pixels = frozen(build()), build().eval(), torch.randn_like(PIXELS)
+    for _ in range(2):  # what has come new may be changed, too
+        outputs(fast, pixels)
+        change(fast, other)
+        assert_same_outputs(fast, other, pixels)
+        other = build().eval()
+
+
+def test_models_compiled_for_inference_keep_their_own_weights():
+    plain = [build().eval() for _ in range(2)]
+    fast = [frozen(copy.deepcopy(model)) for model in plain]
+    fast.append(copy.deepcopy(fast[0]))
+    pixels = torch.randn_like(PIXELS)
+    for one, its in zip(fast, (*plain, plain[0]), strict=True):
+        assert_same_outputs(one, its, pixels)
+
+
+def test_model_compiled_for_inference_calls_hooks_that_come_later():
+    fast, called = frozen(build()), []
+    outputs(fast, PIXELS)
+    fast.vit.layers[1].mlp.fc1.register_forward_hook(lambda *args: called.append(1))
+    outputs(fast, PIXELS)
+    assert called
+
+
+def test_model_compiled_for_inference_has_exact_gradients():
+    plain = build(dtype=torch.float64).eval()
+    fast, pixels = frozen(copy.deepcopy(plain)), torch.randn_like(PIXELS, dtype=torch.float64)
+    outputs(fast, pixels)
+    for one, its in zip(gradients(fast, pixels), gradients(plain, pixels), strict=True):
+        torch.testing.assert_close(one, its, rtol=0, atol=1e-10)
+
+
+def test_weights_without_a_version_are_no_constants():
+    with torch.inference_mode():
+        model = build().eval()
+    frozen(model)
+    outputs(model, PIXELS)
+    assert model.made is None

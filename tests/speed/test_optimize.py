@@ -50,7 +50,7 @@ def test_flag_of_transformers_vit_does_not_make_layers_slow():
     with torch.inference_mode():
         logits = model(PIXELS, interpolate_pos_encoding=True).logits
 
-        assert model.vit.layers[0].packed is not None
+        assert model.vit.layers[0].made is not None
         assert torch.equal(logits, model(PIXELS).logits)
 
 
@@ -97,8 +97,8 @@ def test_other_sizes_options_and_modes_are_measured_apart(times, fields, batch, 
 
 def test_packed_layers_are_measured_as_such_in_inference_mode_too(monkeypatch):
     model, packed = build().eval(), []
-    packing = fused._PackedWeights
-    monkeypatch.setattr(fused, "_PackedWeights", lambda *args, **kwargs: packed.append(1) or packing(*args, **kwargs))
+    packing = fused._packed
+    monkeypatch.setattr(fused, "_packed", lambda *args, **kwargs: packed.append(1) or packing(*args, **kwargs))
 
     with torch.inference_mode():
         optimize(model, PIXELS)
@@ -123,7 +123,7 @@ def test_layers_that_were_compiled_for_training_can_be_packed_afterwards():
     with torch.inference_mode():
         model(PIXELS)
 
-    assert all(layer.packed is not None for layer in speed._layers(model))
+    assert all(layer.made is not None for layer in speed._layers(model))
 
 
 @pytest.mark.parametrize(("compile", "expected"), [({"backend": "eager"}, "sdpa+qkv"), (False, "sdpa")])
@@ -133,10 +133,10 @@ def test_other_devices_join_query_key_and_value_if_they_compile(times, compile, 
     assert calls == []
 
 
-@pytest.mark.parametrize(("training", "expected"), [(True, "eager+qkv"), (False, "eager")])
-def test_on_a_cpu_layers_compiled_for_training_join_query_key_and_value(times, training, expected):
+@pytest.mark.parametrize("training", [True, False])
+def test_on_a_cpu_what_is_compiled_joins_query_key_and_value(times, training):
     times(eager=0.5)
-    assert optimize(build(), PIXELS, training=training, compile={"backend": "eager"}).choice == expected
+    assert optimize(build(), PIXELS, training=training, compile={"backend": "eager"}).choice == "eager+qkv"
 
 
 def test_without_a_compiler_the_choice_is_that_of_uncompiled_layers(times, monkeypatch):
@@ -157,7 +157,13 @@ def test_compiled_models_are_measured_apart_for_training_and_inference(times):
     calls = times()
     for training in (True, False):
         optimize(build(), PIXELS, training=training, compile={"backend": "eager"})
-    assert calls == [["eager", "sdpa"], ["eager", "sdpa", "eager+packed", "sdpa+packed"]]
+    assert calls == [["eager", "sdpa"], ["eager", "sdpa"]]
+
+
+def test_model_whose_forward_another_library_has_replaced_is_compiled_by_layers():
+    model = add_hook_to_module(build(), ModelHook())
+    optimize(model, PIXELS, compile={"backend": "eager"}, choice="sdpa")
+    assert all(layer._compiled_call_impl is not None for layer in model.vit.layers)
 
 
 def test_other_programs_do_not_change_the_choice(monkeypatch):
@@ -187,13 +193,14 @@ def test_random_state_gradients_and_mode_stay():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["classifier.weight"]
 
 
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize("choice", ["eager+packed", "sdpa+joined", "eager"])
-def test_undo_gives_the_plain_model_back(choice):
+def test_undo_gives_the_plain_model_back(choice, compile):
     model = build().eval()
     before, names = model(PIXELS).logits, [*model.state_dict()]
     attributes = [set(vars(module)) for module in model.modules()]
 
-    optimization = optimize(model, PIXELS, choice=choice)
+    optimization = optimize(model, PIXELS, choice=choice, compile=compile)
     assert [*model.state_dict()] == names
     optimization.undo()
 
@@ -257,7 +264,7 @@ def test_a_model_of_remote_code_is_made_faster(tmp_path):
 
     with torch.no_grad():
         torch.testing.assert_close(remote(PIXELS + 1).logits, plain(PIXELS + 1).logits, rtol=1e-5, atol=1e-5)
-    assert remote.vit.layers[0].packed is not None
+    assert remote.vit.layers[0].made is not None
 
 
 def test_forward_that_another_library_has_replaced_stays():
@@ -321,7 +328,7 @@ def test_copies_are_fast_with_their_own_weights():
     with torch.no_grad():
         expected = optimize(copy.deepcopy(copied), PIXELS, choice="plain").model(PIXELS).logits
         torch.testing.assert_close(copied(PIXELS).logits, expected, rtol=1e-5, atol=1e-5)
-    assert copied.vit.layers[0].packed is not None
+    assert copied.vit.layers[0].made is not None
 
 
 def test_model_of_another_library_is_refused():
@@ -336,7 +343,7 @@ def test_fast_model_can_be_pickled():
         expected = model(PIXELS).logits
         loaded = pickle.loads(pickle.dumps(model))
         torch.testing.assert_close(loaded(PIXELS).logits, expected)
-    assert loaded.vit.layers[0].packed is not None
+    assert loaded.vit.layers[0].made is not None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it

@@ -4,10 +4,10 @@ Each public function but `linear_forward` takes the place of a method, and calls
 it expects: an adapter, a hook, a quantized weight. It decides at every call, because these may come later.
 `attention_forward` and `mlp_forward` are for training on a CPU, `layer_forward` is for inference there, and
 `patch_forward` for both; a mask, another device or a compiler makes them plain, too. `project` and `linear_forward`
-are for compiled layers.
+are for compiled layers, `frozen_forward` is for a whole model that is compiled for inference.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,15 +83,12 @@ def layer_forward(
     """
     part, mlp, norms = self.attention, self.mlp, (self.layernorm_before, self.layernorm_after)
     if attention_mask is not None or kwargs or not _can_be_packed(self, x):
-        self.packed = None
+        self.made = None
         return type(self).forward(self, x, attention_mask, position_embeddings=position_embeddings, **kwargs)
     linear = (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.fc1, mlp.fc2)
     sources = [layer.weight for layer in linear] + [layer.bias for layer in linear[:3] if layer.bias is not None]
-    state = [(parameter.data_ptr(), parameter._version) for parameter in sources]
-    packed = self.packed  # which another thread may replace
-    if packed is None or packed.state != state:
-        packed = self.packed = _PackedWeights(state, sources, linear, tokens=x.shape[0] * x.shape[1])
-    qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = packed.bias, packed.weights
+    packed = _made_of(sources, self, lambda: _packed(linear, tokens=x.shape[0] * x.shape[1]))
+    qkv_bias, (qkv_weight, o_weight, fc1_weight, fc2_weight) = packed
 
     product, product_and_sum = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._linear_pointwise.binary
     h = norms[0](x) if self.norm_first else x
@@ -103,6 +100,22 @@ def layer_forward(
     h = product(h, fc1_weight, mlp.fc1.bias, "gelu" if gelu else "none", [], "none" if gelu else "")
     x = product_and_sum(h if gelu else mlp.activation(h), x, fc2_weight, mlp.fc2.bias, "add")
     return x if self.norm_first else norms[1](x), None
+
+
+def frozen_forward(self: Any, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a model's `forward` of inference, compiled with its parameters and buffers as constants.
+
+    It is compiled at the first call, and again when one of them has another storage or version.
+    """
+    owned = (vars(module)[kind].values() for module in self.modules() for kind in ("_parameters", "_buffers"))
+    tensors = [tensor for some in owned for tensor in some if tensor is not None]  # `parameters()` takes twice as long
+    are_plain = all(type(tensor) in WEIGHTS and not tensor.is_inference() for tensor in tensors)
+    if _is_traced() or torch.is_grad_enabled() or not are_plain:
+        return type(self).forward(self, *args, **kwargs)
+    compiled = _made_of(tensors, self, lambda: _compiled(type(self).forward, options))
+    # Each call may compile, for other sizes or arguments, and must notice hooks that came later.
+    with torch._inductor.config.patch(freezing=True), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        return compiled(self, *args, **kwargs)
 
 
 class DropPath(nn.Module):
@@ -212,7 +225,8 @@ class _EagerAttention(torch.autograd.Function):
 
 
 def _product_and_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None or not (BIAS_COMES_LAST and x.is_cpu and torch.compiler.is_compiling()):
+    comes_last = BIAS_COMES_LAST and x.is_cpu and torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if bias is None or not comes_last:
         return F.linear(x, weight, bias)
     product = F.linear(x, weight)
     return product + bias.to(product.dtype)
@@ -249,18 +263,41 @@ def _can_be_packed(layer: Any, x: Tensor) -> bool:
     return x.dtype == part.o_proj.weight.dtype and x.dtype in (torch.float32, *bf16)
 
 
-class _PackedWeights:
-    """The weights of a layer in oneDNN's order, those of query, key and value as one. A copied layer packs its own."""
+class _Made:
+    """What was made of parameters, as they were. It can be neither copied nor saved: a copied module makes its own."""
 
-    def __init__(self, state: Sequence[Any], sources: list[Tensor], linear: tuple[nn.Linear, ...], tokens: int):
-        weight, self.bias = _joined(linear[:3])
-        weights = (weight, *(layer.weight for layer in linear[3:]))
-        self.state = state
-        self.sources = [one.detach() for one in sources]  # kept, or new ones could get their addresses
-        self.weights = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
+    def __init__(self, state: Sequence[Any], parameters: Sequence[Tensor], what: Any):
+        self.state, self.what = state, what
+        self.parameters = [one.detach() for one in parameters]  # kept, or new ones could get their addresses
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:  # oneDNN's tensors can be neither copied nor saved
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
+
+
+def _made_of(parameters: Sequence[Tensor], module: Any, make: Callable[[], Any]) -> Any:
+    """Return what a module has made of these parameters; it is made anew if one has another storage or version."""
+    state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+    made = module.made  # which another thread may replace
+    if made is None or made.state != state:
+        made = module.made = _Made(state, parameters, make())
+    return made.what
+
+
+def _packed(linear: Sequence[nn.Linear], tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the bias of query, key and value, and the weights in oneDNN's order, those of these three as one."""
+    weight, bias = _joined(linear[:3])
+    weights = (weight, *(layer.weight for layer in linear[3:]))
+    return bias, [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens) for weight in weights]
+
+
+def _compiled(function: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a function anew, whatever torch has compiled of it, which it would find by the function's code."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    own.__code__ = own.__code__.replace()
+    return torch.compile(own, **options)
 
 
 def _joined(linear: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
@@ -271,12 +308,16 @@ def _joined(linear: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
 
 def _are_plain(x: Tensor, linear: Sequence[Any], others: Iterable[Any] = ()) -> bool:
     """Return whether these modules do what their classes say, on a CPU, and nothing watches or traces them."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
-    if is_traced or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if _is_traced():
         return False
     if type(x) is not Tensor or not x.is_cpu or not _are_linear(linear) or any(map(_is_watched, others)):
         return False
     return not any(module.weight.is_inference() for module in linear)  # such weights have no version
+
+
+def _is_traced() -> bool:
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+    return is_traced or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _are_linear(modules: Iterable[Any]) -> bool:

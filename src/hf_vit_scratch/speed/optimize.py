@@ -42,6 +42,7 @@ WAYS: dict[str, dict[str, dict[str, Callable[..., Any]]]] = {
 for classes in WAYS.values():
     classes["patch_embeddings.projection"] = {"forward": fused.patch_forward}
 METHODS = {method for classes in WAYS.values() for methods in classes.values() for method in methods.values()}
+METHODS.add(fused.frozen_forward)
 CHOICES = (*ATTENTIONS, *(f"{attention}+{way}" for way, attention in product(WAYS, ATTENTIONS)))
 SECONDS = 4.0  # for all measurements together; the last round may take longer
 SHARE_OF_RUN = 0.02  # of the time that the run will take
@@ -87,21 +88,21 @@ def optimize(
     """Make a model faster on this machine. Its outputs and gradients stay the same up to rounding.
 
     Call it under the same `torch.autocast` as the model. On a CPU it measures one layer for up to four seconds, or
-    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing. Layers
-    that are compiled for training, or for another device, get query, key and value from one product. Parameters,
-    their names, hooks, adapters and exports work as before, but a hook on an attention or a layer may see `None` for
-    the attention weights. In a distributed run, all processes call it.
+    repeats the choice of an earlier call of this process with the same sizes. Elsewhere it measures nothing.
+    Parameters, their names, hooks, adapters and exports work as before, but a hook on an attention or a layer may see
+    `None` for the attention weights. In a distributed run, all processes call it.
 
-    For inference, weights are packed. Packed layers run in evaluation without gradients (`torch.inference_mode`) and
-    without autocast; elsewhere the plain ones do. In-place changes through `weight.data` of the same storage, such as
-    merging an adapter, leave no trace: call `undo()` first.
+    For inference on a CPU, weights are packed, or constants of the compiled model. Both hold without gradients
+    (`torch.inference_mode`), and packed layers without autocast; elsewhere the plain model runs. In-place changes
+    through `weight.data` of the same storage, such as merging an adapter, leave no trace: call `undo()` first.
 
     Args:
         model: A model of this package, also one that was loaded with remote code.
         example_batch: Pixels of the size that the model will see, (B, C, height, width), on its device.
         training: Whether the model will be trained.
-        compile: Whether to compile the layers, or options of `torch.compile`. For training, only the attention is then
-            chosen. For inference on a CPU, packed layers are a candidate, too; if they win, nothing is compiled.
+        compile: Whether to compile the layers or, for inference on a CPU, the whole model; or options of
+            `torch.compile`. Only the attention is then chosen, and query, key and value come from one product. The
+            first call compiles, and so does the first one with another batch size, for some seconds.
         choice: A name to repeat a choice, `"plain"` for the plain methods, or `"auto"` to measure.
         images: Number of images that the model will see. Measuring takes at most 2% of their time.
 
@@ -117,8 +118,7 @@ def optimize(
     _apply(model, attention)
     if choice == "auto":
         choice, ratios = _choose(model, example_batch, training, compiled, images)
-        if compiled and (training or device != "cpu"):
-            choice += "+qkv"
+        choice += "+qkv" if compiled else ""
     elif choice == "plain":
         choice = attention
     elif choice not in (attention, f"{attention}+qkv", *CHOICES):
@@ -126,6 +126,9 @@ def optimize(
     seconds = time.perf_counter() - start
     _apply(model, choice)
     compiled = compiled and "packed" not in choice
+    if compiled and device == "cpu" and not training and "forward" not in vars(model):
+        vars(model).update(made=None, forward=partial(fused.frozen_forward, model, options))
+        return Optimization(model, choice, ratios, seconds, attention, compiled)
     for layer in _layers(model):
         if "packed" in choice:
             vars(layer).pop("_compiled_call_impl", None)  # of an earlier call: it would go on with plain weights
@@ -154,13 +157,13 @@ def _apply(model: nn.Module, choice: str) -> None:
     for path, module in cast(Iterable[tuple[str, Any]], model.named_modules()):
         # By name: a hook of accelerate keeps our method under another one, and calls it.
         ours = [name for name in ("forward", "project") if getattr(vars(module).get(name), "func", None) in METHODS]
-        for name in ("products", "packed", *ours) if ours else ():
-            delattr(module, name)
+        for name in ("products", "made", *ours) if ours else ():
+            vars(module).pop(name, None)
         has_weight = type(module) in (nn.Linear, nn.Conv2d)
         key = ".".join(path.split(".")[-2:]) if has_weight else type(module).__name__
         faster = WAYS.get(way, {}).get(key)
         if faster is not None and "forward" not in vars(module):  # which a hook of accelerate sets, for example
-            module.products, module.packed = way, None
+            module.products, module.made = way, None
             for name, method in faster.items():
                 setattr(module, name, partial(method, module))  # which can be copied and pickled
         if hasattr(module, "config"):
@@ -172,7 +175,7 @@ def _candidates(device: torch.device, attention: str, training: bool, compile: b
     if device.type != "cpu" or attention not in ATTENTIONS:
         return []
     ways: tuple[str, ...] = ("joined", "convolution") if training else ("packed",)
-    if (compile and training) or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if compile or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         ways = ()
     return [*ATTENTIONS, *(f"{name}+{way}" for way, name in product(ways, ATTENTIONS))]
 
