@@ -370,14 +370,14 @@ def test_run_without_steps_is_refused(tmp_path):
 
 @pytest.fixture
 def with_fsdp(monkeypatch):
-    """Let the stock Trainer believe that accelerate spreads the model, with this type of state dict."""
+    """Let the stock Trainer believe that accelerate spreads the model, with these settings."""
     create = Trainer.create_accelerator_and_postprocess
 
-    def with_fsdp(state_dict_type):
+    def with_fsdp(state_dict_type="StateDictType.FULL_STATE_DICT", fsdp_version=2):
         def create_with_fsdp(self):
             create(self)
             self.is_fsdp_enabled = True
-            plugin = SimpleNamespace(state_dict_type=state_dict_type)
+            plugin = SimpleNamespace(state_dict_type=state_dict_type, fsdp_version=fsdp_version)
             monkeypatch.setattr(type(self.accelerator.state), "fsdp_plugin", plugin, raising=False)
 
         monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_with_fsdp)
@@ -391,9 +391,15 @@ def test_fsdp_that_saves_parts_of_a_model_is_refused(with_fsdp, tmp_path):
         make_trainer(tmp_path)
 
 
+def test_first_version_of_fsdp_is_refused(with_fsdp, tmp_path):
+    with_fsdp(fsdp_version=1)
+    with pytest.raises(UserError, match=r"^fsdp_version must be 2, got 1: the first version flattens the parameters"):
+        make_trainer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["ema_decay", "target_accuracy"])
 def test_what_fsdp_cannot_do_is_refused(name, with_fsdp, tmp_path):
-    with_fsdp("StateDictType.FULL_STATE_DICT")
+    with_fsdp()
     with pytest.raises(UserError, match=rf"{name} does not work with FSDP yet"):
         make_trainer(tmp_path, **{name: 0.9})
 

@@ -232,13 +232,17 @@ def refuse_beside(args: Arguments, what: str, *names: str) -> None:
             )
 
 
-def refuse_with_fsdp(args: ViTTrainingArguments, state_dict_type: str) -> None:
-    """Refuse what does not work while FSDP spreads a model, and checkpoints in parts: they would hold no model."""
+def refuse_with_fsdp(args: ViTTrainingArguments, plugin: Any) -> None:
+    """Refuse what does not work while FSDP spreads a model, by the settings of accelerate's plugin."""
     for name in ("ema_decay", "target_accuracy"):
         if getattr(args, name) is not None:
             raise UserError(f"{name} does not work with FSDP yet. Leave it out, or train with DDP.")
-    if "FULL_STATE_DICT" not in state_dict_type:
-        raise UserError(
-            f"fsdp_state_dict_type must be FULL_STATE_DICT, got {state_dict_type}: otherwise no model is saved. Set "
-            "it in the configuration of accelerate, as accelerate_configs/fsdp2.yaml does."
-        )
+    for name, value, got, reason in (
+        ("fsdp_version", "2", plugin.fsdp_version, "the first version flattens the parameters"),
+        ("fsdp_state_dict_type", "FULL_STATE_DICT", plugin.state_dict_type, "otherwise no model is saved"),
+    ):
+        if str(got).rpartition(".")[2] != value:  # the second is an enumeration
+            raise UserError(
+                f"{name} must be {value}, got {got}: {reason}. Set it in the configuration of accelerate, as "
+                "accelerate_configs/fsdp2.yaml does."
+            )

@@ -166,7 +166,7 @@ class ViTTrainer(Trainer):
             mode = "max" if self.args.greater_is_better else "min"
             self.args.lr_scheduler_kwargs = {"mode": mode, **cast(Any, self.args.lr_scheduler_kwargs or {})}
         if self.is_fsdp_enabled:
-            refuse_with_fsdp(self.args, str(cast(Any, self.accelerator.state).fsdp_plugin.state_dict_type))
+            refuse_with_fsdp(self.args, cast(Any, self.accelerator.state).fsdp_plugin)
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of in-place changes; we make none
         train = self.train_dataset
         ours = train if isinstance(train, ImageClassificationDataset) else None
