@@ -1,5 +1,6 @@
 """The files of a finished run."""
 
+import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -192,6 +193,17 @@ def test_listed_near_duplicates_are_in_the_metrics_and_the_table(tmp_path, class
 
     assert found["near_duplicates"] == 2
     assert "Near duplicates         pairs: 2, none of them in two splits" in report.summary(found, len(rows))
+
+
+def test_a_row_of_the_confusion_matrix_is_a_line(tmp_path, class_folders):
+    rows = load_splits(str(class_folders))["test"]
+    outputs = PredictionOutput(np.tile([0.0, 9.0], (len(rows), 1)), np.zeros(len(rows), int), METRICS)
+
+    found = report.write_report(outputs, rows, str(class_folders), "train", tmp_path)
+
+    text = (tmp_path / "metrics.json").read_text()
+    assert json.loads(text) == found
+    assert f"\n      0, {len(rows)}\n" in text
 
 
 def test_classes_without_images_are_left_out_of_the_table():

@@ -1,6 +1,7 @@
 """The files of a finished run: metrics, log, figures and the model card."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,7 +97,9 @@ def write_report(
         if calibration := report.get("calibration"):
             error = calibration["expected_calibration_error"]
             plot_reliability(calibration["bins"], error, output_dir / "reliability.png")
-    (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    # A row of the confusion matrix is in one line: of a thousand classes, it has a thousand numbers.
+    text = re.sub(r"(?<=\d,)\n *(?=\d)", " ", json.dumps(report, indent=2))
+    (output_dir / "metrics.json").write_text(text + "\n", encoding="utf-8")
     if rows is not None:
         # Files that begin with "_" are never uploaded: the images of a local folder are private.
         public = data == "digits" or (on_the_hub and _is_public(data))
