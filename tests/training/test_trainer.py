@@ -97,6 +97,14 @@ def make_trainer(output_dir, fields=None, multi_label=False, mixed=False, **argu
     )
 
 
+def test_trainer_that_only_evaluates_measures_no_training(tmp_path):
+    args = ViTTrainingArguments(output_dir=str(tmp_path), max_steps=10**6, use_cpu=True)
+    trainer = ViTTrainer(
+        ViTScratchForImageClassification(ViTScratchConfig(**TINY)), args, eval_dataset=RandomImages(15, seed=1)
+    )
+    assert trainer.optimization.ratios == {}
+
+
 class At(TrainerCallback):
     """Does something at a step, to which it gives the control of the run."""
 

@@ -267,7 +267,7 @@ class ViTTrainer(Trainer):
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # or accelerate compiles the whole model
             compile_options = {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
         num_images: float = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
-        if args.max_steps <= 0:  # those of this process
+        if args.max_steps <= 0 or self.train_dataset is None:  # those of this process; none, if it only evaluates
             num_images = args.num_train_epochs * len(cast(Any, self.train_dataset or ())) / args.world_size
         pixels = example_batch_for(model, args.train_batch_size).to(args.device)
         with self.accelerator.autocast():
